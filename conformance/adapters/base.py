@@ -1,0 +1,271 @@
+"""What an engine must offer to be judged: two methods, and optional protocols for more.
+
+The whole of a minimal adapter::
+
+    class MyEngine:
+        def __init__(self, model: ModelSource, options: Mapping[str, Any]) -> None: ...
+        def __enter__(self): ...            # load the model here
+        def __exit__(self, *exc): ...       # free it here
+        def capabilities(self) -> Capabilities: ...
+        def generate(self, requests: Sequence[EngineRequest]) -> list[EngineOutput]: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "FEATURES",
+    "Capabilities",
+    "Controlled",
+    "EngineAdapter",
+    "EngineError",
+    "EngineOutput",
+    "EngineRequest",
+    "KVAccess",
+    "ModelSource",
+    "PoolState",
+    "Stages",
+    "Stepped",
+    "TokenLogprob",
+    "Traced",
+]
+
+#: Every capability a scenario may need. Declared by an adapter, verified by `conformance doctor`.
+FEATURES: Mapping[str, str] = {
+    "token_ids": "takes prompts as token ids",
+    "text": "takes prompts as text and returns their token ids",
+    "chat": "takes chat messages and returns their token ids",
+    "output_ids": "returns generated token ids",
+    "logprobs": "returns log-probabilities of generated tokens",
+    "prompt_logprobs": "returns log-probabilities of prompt tokens",
+    "forced_decode": "decodes along given token ids (teacher forcing)",
+    "sampling": "temperature, top-k, top-p, min-p with seeds",
+    "penalties": "presence, frequency and repetition penalties",
+    "stop_strings": "stop strings, with a stop reason",
+    "streaming": "tells the text so far after each step",
+    "stepped": "runs one step at a time, with submit and abort in between",
+    "preempt": "can be told to preempt a request",
+    "prefix_cache": "reuses common prefixes and tells how many tokens it reused",
+    "chunked_prefill": "splits prompts over steps by a token budget",
+    "block_size": "block size can be chosen",
+    "pool_size": "number of KV blocks can be chosen",
+    "poison": "can fill unused KV memory with NaN",
+    "traced": "tells what it did as events",
+    "stages": "captures intermediate results",
+    "kv": "shows the KV cache of a request",
+    "pool": "tells how its block pool stands",
+    "bitwise": "promises bitwise equal results under any batch, chunk, hit or preemption",
+    "update_weights": "can exchange weights while loaded",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A checkpoint on this machine.
+
+    Attributes:
+        name: as in `conformance models list`.
+        path: a directory with config.json and safetensors, or a .gguf file.
+        sha256: over the weight files, in name order.
+    """
+
+    name: str
+    path: Path
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine says it can do.
+
+    Attributes:
+        engine: name, for reports.
+        version: version, for reports.
+        dtypes: compute dtypes it offers ("float32", "bfloat16").
+        features: subset of `FEATURES`.
+        options: the engine options of a scenario's `engine:` section that it honours.
+        missing: feature → why it is missing here (for example a failed probe).
+    """
+
+    engine: str
+    version: str
+    dtypes: tuple[str, ...]
+    features: frozenset[str]
+    options: frozenset[str] = frozenset()
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One request, as handed to an adapter.
+
+    Exactly one of `text`, `chat` is set when the scenario gave the prompt so; `prompt_token_ids`
+    is then set too whenever the golden ids are known. An engine that takes ids uses the ids.
+
+    Attributes:
+        sampling: names and meaning of `minivllm.SamplingParams` (which are vLLM's); only what
+            the scenario set. `temperature` is always there.
+        forced_token_ids: teacher forcing, for engines with "forced_decode".
+        capture: stage names to capture, for engines with "stages".
+    """
+
+    request_id: str
+    sampling: Mapping[str, Any]
+    prompt_token_ids: tuple[int, ...] | None = None
+    text: str | None = None
+    chat: tuple[Mapping[str, Any], ...] | None = None
+    forced_token_ids: tuple[int, ...] | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    capture: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One entry of a logprobs list; rank 1 is the most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineError:
+    """A named error an engine raised for one request, or while loading."""
+
+    type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What an engine answered to one request, so far.
+
+    Attributes:
+        token_ids: generated ids, stop token included; None if the engine gives text only.
+        choice_token_ids: the engine's own choice at each position under forced decoding.
+        logprobs: per generated position, the top entries, most likely first (the sampled
+            token's entry may come after them).
+        prompt_logprobs: per prompt position, None for the first.
+        finished: whether it ended.
+        error: why it ended, if it failed.
+    """
+
+    request_id: str
+    text: str
+    finished: bool
+    prompt_token_ids: tuple[int, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    choice_token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...] | None, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
+    num_preemptions: int | None = None
+    error: EngineError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """How a block pool stands. free + cached + in_use = total; cached blocks are unreferenced."""
+
+    total: int
+    free: int
+    cached: int
+    in_use: int
+
+
+class EngineAdapter(Protocol):
+    """The whole of a minimal adapter. Loading happens on enter, freeing on exit."""
+
+    def __enter__(self) -> EngineAdapter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def capabilities(self) -> Capabilities:
+        """What the engine can do; callable before and after entering."""
+        ...
+
+    def generate(self, requests: Sequence[EngineRequest]) -> list[EngineOutput]:
+        """Serve all requests at once, to the end. A refused one is an output with `error`."""
+        ...
+
+
+@runtime_checkable
+class Stepped(Protocol):
+    """The engine can be driven one step at a time."""
+
+    def submit(self, request: EngineRequest) -> EngineError | None:
+        """Queue a request; a refusal is returned, never raised."""
+        ...
+
+    def advance(self) -> bool:
+        """Run one step. Returns whether unfinished requests remain."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request."""
+        ...
+
+    def outputs(self) -> list[EngineOutput]:
+        """The latest output of every request submitted so far, in order of submission."""
+        ...
+
+
+@runtime_checkable
+class Controlled(Protocol):
+    """Test hooks of a stepped engine; each is offered only if its feature is declared."""
+
+    def preempt(self, request_id: str) -> bool:
+        """Take the request's blocks away before the next step; False if it holds none."""
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block; False if refused."""
+        ...
+
+    def poison(self) -> int:
+        """Fill block 0, free blocks and unused slots with NaN. Returns the slots filled."""
+        ...
+
+    def pool(self) -> PoolState:
+        """How the block pool stands."""
+        ...
+
+
+@runtime_checkable
+class Traced(Protocol):
+    """The engine tells what it did."""
+
+    def drain_events(self) -> list[Mapping[str, Any]]:
+        """Events since the last call: {"event": snake_case name, …fields}; see minivllm.trace."""
+        ...
+
+
+@runtime_checkable
+class Stages(Protocol):
+    """The engine captures intermediate results of requests submitted with `capture`."""
+
+    def stages(self, request_id: str) -> Mapping[str, NDArray[np.generic]]:
+        """Stage name → array over all positions computed so far, see `minivllm.runner`."""
+        ...
+
+
+@runtime_checkable
+class KVAccess(Protocol):
+    """The engine shows a live request's KV cache."""
+
+    def read_kv(self, request_id: str) -> list[tuple[NDArray[np.generic], NDArray[np.generic]]]:
+        """Per layer (k, v), each [positions, kv heads, head_dim], in logical order."""
+        ...

@@ -1,0 +1,474 @@
+"""The value objects that travel through the engine, in the order they are made.
+
+``SamplingParams`` and ``Request`` come in; ``StepPlan`` goes to the runner; ``StepResult`` comes
+back; ``RequestOutput`` leaves. All but ``Request`` are frozen. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, overload
+
+from minivllm.errors import BadParameter
+
+__all__ = [
+    "BlockCopy",
+    "CompletionOutput",
+    "FinishReason",
+    "Logprob",
+    "MediaSpan",
+    "Request",
+    "RequestOutput",
+    "RequestStatus",
+    "SampledToken",
+    "SamplingParams",
+    "ScheduledRequest",
+    "StepPlan",
+    "StepResult",
+    "TokenView",
+]
+
+
+class RequestStatus(Enum):
+    """Where a request stands. FINISHED and FAILED are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (RequestStatus.FINISHED, RequestStatus.FAILED)
+
+
+class FinishReason(Enum):
+    """Why a request ended; the values are vLLM's and OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """Where the placeholders of one image or video sit in the token sequence.
+
+    Attributes:
+        start: index of the first placeholder token in the prompt.
+        length: number of placeholder tokens.
+        modality: "image" or "video".
+        content_hash: hash over kind, mode, size, pixels and processor settings.
+    """
+
+    start: int
+    length: int
+    modality: str
+    content_hash: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Names and defaults are vLLM's.
+
+    Attributes:
+        n: number of sequences to generate from one prompt.
+        temperature: 0 is greedy (the lowest id wins a tie).
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches top_p.
+        min_p: keep tokens at least min_p times as likely as the most likely one.
+        presence_penalty: subtracted once from the logit of each token generated so far.
+        frequency_penalty: subtracted per occurrence among the tokens generated so far.
+        repetition_penalty: divides positive (multiplies negative) logits of tokens in the prompt
+            or the output, as in CTRL (arXiv:1909.05858).
+        seed: seed of this request's random numbers; None derives one from the engine's.
+        stop: strings that end generation. The one completed first wins.
+        stop_token_ids: token ids that end generation.
+        bad_words: words that must not be generated.
+        ignore_eos: go on after an end-of-sequence token.
+        max_tokens: most tokens to generate; None means up to max_model_len.
+        min_tokens: EOS, stop tokens and stop strings do not act before this many tokens.
+        logprobs: how many top log-probabilities to return per generated token (0: only the
+            sampled one's; -1: the whole vocabulary); None returns none.
+        prompt_logprobs: the same for each prompt token.
+        detokenize: produce text.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string in the text.
+        logit_bias: added to the logits of these token ids.
+        forced_token_ids: teacher forcing. At generated position i the model's own choice and its
+            logprobs are recorded (`CompletionOutput.choice_token_ids`), then forced_token_ids[i]
+            is appended instead. Past the end of the list the model's choice is used.
+        output_kind is not offered: every output is cumulative.
+
+    Raises:
+        BadParameter: naming every parameter that is out of range, all at once.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    forced_token_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        if self.forced_token_ids is not None:
+            object.__setattr__(self, "forced_token_ids", tuple(self.forced_token_ids))
+        problems = list(self._problems())
+        if problems:
+            raise BadParameter("; ".join(problems))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from plain data; unknown names raise BadParameter with the closest known name."""
+        known = {f.name for f in fields(cls)}
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            hints = []
+            for name in unknown:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                hints.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+            raise BadParameter(f"unknown sampling parameter {', '.join(hints)}; known: {sorted(known)}")
+        return cls(**values)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def _problems(self) -> list[str]:
+        def number(name: str) -> float:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                problems.append(f"{name} must be a finite number, got {value!r}")
+                return math.nan
+            return float(value)
+
+        def integer(name: str, low: int, none_ok: bool = False) -> None:
+            value = getattr(self, name)
+            if value is None and none_ok:
+                return
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                problems.append(f"{name} must be an integer of at least {low}, got {value!r}")
+
+        problems: list[str] = []
+        if number("temperature") < 0:
+            problems.append(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not number("top_p") > 0 or self.top_p > 1:
+            problems.append(f"top_p must be in (0, 1], got {self.top_p}")
+        if number("min_p") < 0 or self.min_p > 1:
+            problems.append(f"min_p must be in [0, 1], got {self.min_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if abs(number(name)) > 2:
+                problems.append(f"{name} must be in [-2, 2], got {getattr(self, name)}")
+        if not number("repetition_penalty") > 0:
+            problems.append(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        integer("n", 1)
+        integer("top_k", -1)
+        integer("max_tokens", 1, none_ok=True)
+        integer("min_tokens", 0)
+        integer("seed", -(2**63), none_ok=True)
+        integer("logprobs", -1, none_ok=True)
+        integer("prompt_logprobs", -1, none_ok=True)
+        if isinstance(self.max_tokens, int) and self.min_tokens > self.max_tokens:
+            problems.append(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            problems.append(f"stop must hold non-empty strings, got {list(self.stop)!r}")
+        if self.stop and not self.detokenize:
+            problems.append("stop strings need detokenize=True")
+        if any(not isinstance(w, str) or not w.strip() for w in self.bad_words):
+            problems.append(f"bad_words must hold non-empty strings, got {list(self.bad_words)!r}")
+        for name in ("stop_token_ids", "forced_token_ids"):
+            ids = getattr(self, name) or ()
+            if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+                problems.append(f"{name} must hold token ids, got {list(ids)!r}")
+        for key, bias in (self.logit_bias or {}).items():
+            if isinstance(key, bool) or not isinstance(key, int) or key < 0 or not math.isfinite(bias):
+                problems.append(f"logit_bias maps token ids to finite numbers, got {key!r}: {bias!r}")
+        if self.temperature == 0.0 and self.n > 1:
+            problems.append(f"n must be 1 with temperature 0 (all would be equal), got {self.n}")
+        return problems
+
+
+class TokenView(Sequence[int]):
+    """A read-only view of the first `length` tokens of an append-only list.
+
+    Making one is O(1): the scheduler hands out a request's whole history every step without
+    copying it, and tokens appended later do not show.
+    """
+
+    __slots__ = ("_length", "_tokens")
+
+    def __init__(self, tokens: list[int], length: int | None = None) -> None:
+        self._tokens = tokens
+        self._length = len(tokens) if length is None else length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            return self._tokens[start:stop:step] if stop >= 0 else list(self)[index]
+        if not -self._length <= index < self._length:
+            raise IndexError(index)
+        return self._tokens[index if index >= 0 else self._length + index]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, so unhashable like them
+
+    def __repr__(self) -> str:
+        return f"TokenView({list(self)!r})"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation, and the only mutable object on the control plane.
+
+    Owned by the scheduler: `token_ids` only grows, `num_computed_tokens` is how far the KV cache
+    is written and the only notion of progress (there is no prefill or decode flag).
+
+    Attributes:
+        request_id: unique among live requests.
+        token_ids: prompt, then generated tokens.
+        num_prompt_tokens: length of the prompt.
+        sampling: how to choose tokens and when to stop.
+        eos_token_ids: ids that end the sequence unless `sampling.ignore_eos`.
+        bad_words_token_ids: `sampling.bad_words` as token id sequences.
+        seed: key of this request's random numbers (`sampling.seed`, or derived).
+        max_total_tokens: prompt + generated may not exceed this.
+        arrival: number of the request in order of arrival.
+        priority: lower runs first under the priority policy.
+        cache_salt: requests with different salts share no cached block.
+        media: spans of visual tokens in the prompt.
+        capture: names of the stages to capture, see `minivllm.runner`.
+        num_cached_tokens: prompt tokens found in the prefix cache at first admission;
+            -1 before admission.
+        num_preemptions: how often it lost its blocks.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    seed: int = 0
+    max_total_tokens: int = 2**31
+    arrival: int = 0
+    priority: int = 0
+    cache_salt: str | None = None
+    media: tuple[MediaSpan, ...] = ()
+    capture: frozenset[str] = frozenset()
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = -1
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """What one request does in one step.
+
+    Attributes:
+        request_id: whose tokens these are.
+        start: position of the first token to compute (its `num_computed_tokens`).
+        num_tokens: how many tokens to compute, at least 1.
+        tokens: the request's whole history so far (prompt and output), read-only.
+        num_prompt_tokens: how many of `tokens` are prompt.
+        block_table: ids of the blocks that hold positions 0 … start + num_tokens - 1, in order.
+        sample: whether this step computes the last known token, so that a new one is sampled.
+        request: fixed facts of the request (sampling, seed, eos, capture, media). Its mutable
+            fields must not be read by the runner or the sampler.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    tokens: TokenView
+    num_prompt_tokens: int
+    block_table: tuple[int, ...]
+    sample: bool
+    request: Request
+
+    @property
+    def end(self) -> int:
+        """One past the last position computed in this step."""
+        return self.start + self.num_tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the whole block `source` to `target`, in every layer, K and V, before the step."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything one forward pass needs. One plan is one pass; plans carry no state.
+
+    Attributes:
+        step: number of the step, from 0.
+        requests: what to compute, running requests first.
+        copies: block copies to do first (copy on write).
+        swap_out: device block → host block, done before anything else.
+        swap_in: host block → device block, done after swap_out.
+    """
+
+    step: int
+    requests: tuple[ScheduledRequest, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    swap_out: tuple[BlockCopy, ...] = ()
+    swap_in: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(r.num_tokens for r in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability, its rank (1 = most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What the sampler decided for one request.
+
+    Attributes:
+        token_id: the token to append (the forced one under teacher forcing).
+        choice_token_id: the model's own choice (equal to token_id unless forced).
+        logprobs: token id → Logprob, when asked: the chosen token and the top ones, taken from
+            the raw logits before penalties and temperature (vLLM's `raw_logprobs`).
+    """
+
+    token_id: int
+    choice_token_id: int
+    logprobs: Mapping[int, Logprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one forward pass produced.
+
+    Attributes:
+        samples: request id → token, for each scheduled request with `sample`, unless it failed.
+        prompt_logprobs: request id → one entry per prompt position covered by this step whose
+            next token is in the prompt: the logprobs that predict position start + 1 + i.
+        stages: request id → stage name → array (numpy) for the rows of this step.
+        failures: request id → message, for requests whose computation is unusable (NaN logits).
+    """
+
+    samples: Mapping[str, SampledToken]
+    prompt_logprobs: Mapping[str, Sequence[Mapping[int, Logprob]]] = field(default_factory=dict)
+    stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One generated sequence so far; cumulative, as vLLM shapes it.
+
+    Attributes:
+        index: which of the n sequences.
+        text: detokenised text, without the held-back end that could still become a stop string.
+        token_ids: generated ids, stop token included.
+        choice_token_ids: the model's own choice per position (differs only under forcing).
+        cumulative_logprob: sum of the sampled tokens' logprobs, when logprobs were asked.
+        logprobs: per generated token: token id → Logprob.
+        finish_reason: "stop", "length", "abort", "error" or None while it runs.
+        stop_reason: the stop string or stop token id that ended it; None for EOS and the rest.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    choice_token_ids: tuple[int, ...] = ()
+    cumulative_logprob: float | None = None
+    logprobs: tuple[Mapping[int, Logprob], ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of one request after a step; cumulative, as vLLM shapes it.
+
+    Attributes:
+        prompt: the prompt's text, if it was given as text.
+        prompt_logprobs: one entry per prompt token; the first is None.
+        num_cached_tokens: prompt tokens found in the prefix cache at first admission.
+        seed: the seed its random numbers used (given or derived).
+        stages: captured stage name → array, when asked and finished.
+        error: message of the error that ended it.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    prompt_logprobs: tuple[Mapping[int, Logprob] | None, ...] | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    seed: int = 0
+    stages: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None

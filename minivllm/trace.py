@@ -1,0 +1,183 @@
+"""Typed events that tell what the engine did, so that nobody needs its private state.
+
+A sink is any callable that takes an event. The default, `no_trace`, drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = [
+    "Aborted",
+    "Allocated",
+    "Copied",
+    "Encoded",
+    "Event",
+    "Evicted",
+    "Failed",
+    "Finished",
+    "Planned",
+    "Preempted",
+    "PrefixHit",
+    "Published",
+    "Sampled",
+    "Submitted",
+    "SwappedIn",
+    "SwappedOut",
+    "TraceSink",
+    "no_trace",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A request was accepted. Lengths in tokens."""
+
+    request_id: str
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One step was planned: (request id, first position, number of tokens) per request."""
+
+    step: int
+    scheduled: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """Blocks were added to the end of a request's block table."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """At admission, the first `num_tokens` tokens were found in the prefix cache.
+
+    `resumed` is true when the request had been preempted before: such a hit is not a cache hit
+    of the user's request and does not count in statistics.
+    """
+
+    request_id: str
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A full, computed block entered the prefix index."""
+
+    request_id: str
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A cached block left the prefix index because its block is needed."""
+
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One image or video went through the vision encoder. Length in embeddings."""
+
+    request_id: str
+    content_hash: str
+    num_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A block's content was copied (copy on write)."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedOut:
+    """A request's blocks moved to host memory."""
+
+    request_id: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedIn:
+    """A request's blocks came back from host memory."""
+
+    request_id: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A running request lost its blocks and waits again."""
+
+    request_id: str
+    mode: Literal["recompute", "swap"]
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token was appended to a request. `position` counts generated tokens from 0."""
+
+    request_id: str
+    position: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request ended by itself."""
+
+    request_id: str
+    reason: str
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """A request was cancelled by its owner."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request ended with an error of its own; the engine goes on."""
+
+    request_id: str
+    message: str
+
+
+Event: TypeAlias = (
+    Submitted
+    | Planned
+    | Allocated
+    | PrefixHit
+    | Published
+    | Evicted
+    | Encoded
+    | Copied
+    | SwappedOut
+    | SwappedIn
+    | Preempted
+    | Sampled
+    | Finished
+    | Aborted
+    | Failed
+)
+TraceSink: TypeAlias = Callable[[Event], None]
+
+
+def no_trace(event: Event) -> None:
+    """Drop the event."""
