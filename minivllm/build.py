@@ -1,0 +1,168 @@
+"""Turns an `EngineConfig` into the parts of an engine, deciding every "auto" on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from minivllm.attention import ATTENTION_BACKENDS, AUTO_ORDER, KVCache
+from minivllm.cache import BlockManager
+from minivllm.config import EngineConfig, ModelConfig, ResolvedConfig
+from minivllm.device import resolve_device
+from minivllm.errors import ConfigError
+from minivllm.layers import make_ops
+from minivllm.models import DecoderModel, load_model, load_model_config
+from minivllm.output import OutputProcessor
+from minivllm.processor import Processor
+from minivllm.runner import ModelRunner
+from minivllm.sampling import Sampler
+from minivllm.scheduler import Scheduler
+from minivllm.stages import StageStore
+from minivllm.tokenizer import Tokenizer, load_tokenizer
+from minivllm.trace import TraceSink
+
+__all__ = ["DEFAULT_KV_CACHE_BYTES", "EngineParts", "build_engine", "resolve"]
+
+#: The pool's size when neither num_kv_blocks nor kv_cache_memory_bytes is given.
+DEFAULT_KV_CACHE_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts that `LLMEngine` drives."""
+
+    resolved: ResolvedConfig
+    model: DecoderModel
+    tokenizer: Tokenizer | None
+    processor: Processor
+    scheduler: Scheduler
+    runner: ModelRunner
+    output: OutputProcessor
+    stages: StageStore
+
+
+def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
+    """Decide every "auto" and None of `config` for this model and machine.
+
+    Raises:
+        ConfigError: an option does not fit the model, the device, or another option.
+    """
+    why: list[tuple[str, str]] = []
+    device = resolve_device(config.device)
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    if config.dtype == "auto":
+        why.append(("dtype", f"the checkpoint's own is {model.dtype}"))
+    if config.device == "auto":
+        why.append(("device", f"first of cuda, mps, cpu that is here: {device}"))
+
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len {config.max_model_len} exceeds the model's {longest} positions")
+    max_model_len = config.max_model_len or longest
+
+    ops = config.ops_backend
+    if ops == "auto":
+        ops = "torch-pad" if config.batch_invariant else "torch"
+        why.append(("ops_backend", f"batch_invariant is {config.batch_invariant}"))
+    attention, reason = _choose_attention(config, model, getattr(torch, dtype), device)
+    why.append(("attention_backend", reason))
+
+    block_bytes = KVCache.bytes_per_block(model, config.block_size, getattr(torch, dtype))
+    blocks_per_request = -(-max_model_len // config.block_size)
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks
+    else:
+        budget = config.kv_cache_memory_bytes or DEFAULT_KV_CACHE_BYTES
+        num_blocks = min(budget // block_bytes, config.max_num_seqs * blocks_per_request + 1)
+        why.append(("num_kv_blocks", f"{budget} bytes hold {budget // block_bytes} blocks of {block_bytes}"))
+        if num_blocks < 2:
+            raise ConfigError(
+                f"{budget} bytes of KV cache hold {num_blocks} blocks of {block_bytes} bytes; at least 2 are "
+                f"needed (block 0 is the null block): raise kv_cache_memory_bytes or lower block_size"
+            )
+    return ResolvedConfig(
+        engine=config,
+        model=model,
+        dtype=dtype,
+        device=str(device),
+        max_model_len=max_model_len,
+        num_kv_blocks=num_blocks,
+        num_host_blocks=config.swap_space_bytes // block_bytes,
+        kv_block_bytes=block_bytes,
+        attention_backend=attention,
+        ops_backend=ops,
+        why=tuple(why),
+    )
+
+
+def build_engine(config: EngineConfig, *, trace: TraceSink, model: DecoderModel | None) -> EngineParts:
+    """Load the model and wire the parts; see `LLMEngine` for the arguments and errors."""
+    path = Path(config.model)
+    resolved = resolve(config, load_model_config(path) if model is None else model.config)
+    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    ops = make_ops(resolved.ops_backend, device)
+    if model is None:
+        model = load_model(path, dtype=dtype, device=device, ops=ops, max_model_len=resolved.max_model_len)
+    else:
+        model.use_ops(ops)
+    tokenizer = load_tokenizer(path)
+    if tokenizer is not None:
+        eos = tuple(sorted({*resolved.model.eos_token_ids, *tokenizer.eos_token_ids}))
+        resolved = replace(resolved, model=replace(resolved.model, eos_token_ids=eos))
+    ops.prepare(model, max_rows=config.max_num_batched_tokens)
+
+    kv_cache = KVCache(
+        resolved.model,
+        num_blocks=resolved.num_kv_blocks,
+        block_size=config.block_size,
+        dtype=dtype,
+        device=device,
+    )
+    backend = ATTENTION_BACKENDS.get(resolved.attention_backend)(kv_cache)
+    scheduler = Scheduler(
+        block_manager=BlockManager(
+            resolved.num_kv_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            prefix_seed=config.prefix_cache_seed,
+            trace=trace,
+        ),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=resolved.max_model_len,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=config.scheduling_policy,
+        trace=trace,
+    )
+    sampler = Sampler(ops, resolved.model.vocab_size)
+    return EngineParts(
+        resolved=resolved,
+        model=model,
+        tokenizer=tokenizer,
+        processor=Processor(resolved, tokenizer),
+        scheduler=scheduler,
+        runner=ModelRunner(model, kv_cache, backend, sampler, device),
+        output=OutputProcessor(tokenizer, scheduler.finish),
+        stages=StageStore(),
+    )
+
+
+def _choose_attention(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[str, str]:
+    """The backend's name and why; an explicit choice that cannot serve raises ConfigError."""
+    if config.batch_invariant:
+        wanted, reason = ("tiled",), "batch_invariant"
+    elif config.attention_backend != "auto":
+        wanted, reason = (config.attention_backend,), "asked for"
+    else:
+        wanted, reason = AUTO_ORDER, f"first of {', '.join(AUTO_ORDER)} that supports this model and device"
+    refusals = []
+    for name in wanted:
+        refusal = ATTENTION_BACKENDS.get(name).supports(model, dtype, device)
+        if refusal is None:
+            return name, reason
+        refusals.append(f"{name}: {refusal}")
+    raise ConfigError(f"no attention backend can serve this model on {device}: {'; '.join(refusals)}")

