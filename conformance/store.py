@@ -1,0 +1,287 @@
+"""Golden records on disk: golden/records/<model>/<case>.json and .safetensors.
+
+The JSON file holds what people read, the safetensors file the tables. Both are checked against
+golden/MANIFEST.json whenever they are read, so a flipped byte is an error, never a verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors
+
+from conformance import RECORD_SCHEMA
+from conformance.canonical import CanonicalError, request_key
+from conformance.manifest import Manifest, ManifestError, sign
+from conformance.paths import data_root
+from conformance.records import ArmError, GoldenRecord, LogitTable, Yardstick
+
+__all__ = [
+    "CorruptedRecord",
+    "NoGolden",
+    "RecordError",
+    "RecordSchemaError",
+    "RecordStore",
+    "WrongWeights",
+    "check_weights",
+]
+
+
+class RecordError(ValueError):
+    """Base class: a golden record cannot be used."""
+
+
+class NoGolden(RecordError):
+    """Nobody recorded this very request. A near match is never taken instead."""
+
+
+class CorruptedRecord(RecordError):
+    """The files are not those the manifest describes, or they contradict themselves."""
+
+
+class WrongWeights(RecordError):
+    """The record is about other weights than the model's."""
+
+
+class RecordSchemaError(RecordError):
+    """The record has another schema version, or fields this version does not know."""
+
+
+# Fields of the JSON file; tables and stages lie in the safetensors file.
+_FIELDS = frozenset(f.name for f in fields(GoldenRecord)) - {"output", "prompt"}
+_TABLE = {"top_ids": np.int64, "top_logits": np.float64, "logsumexp": np.float64}
+_CASE = re.compile(r"[a-z0-9][a-z0-9._-]*")
+
+
+class RecordStore:
+    """The golden records below a data directory.
+
+    Args:
+        root: directory that holds golden/; the default is `paths.data_root()`.
+
+    Raises:
+        RecordError: the manifest cannot be read.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.golden = (root or data_root()) / "golden"
+        self._load_manifest()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._names
+
+    def keys(self) -> list[str]:
+        """Keys of all records, in the order of their file names."""
+        return list(self._names)
+
+    def get(self, key: str, weights_sha256: str | None = None) -> GoldenRecord:
+        """The record of the canonical request with this key.
+
+        Args:
+            weights_sha256: refuse a record made from other weights.
+
+        Raises:
+            NoGolden, CorruptedRecord, WrongWeights, RecordSchemaError.
+        """
+        name = self._names.get(key)
+        if name is None:
+            raise NoGolden(
+                f"no golden for this request (key {key[:12]}…); record it with: conformance golden record"
+            )
+        record = self._read(name)
+        if record.key != key:
+            raise CorruptedRecord(f"corrupted: golden/{name} holds key {record.key[:12]}…, not {key[:12]}…")
+        if weights_sha256 is not None:
+            check_weights(record, weights_sha256)
+        return record
+
+    def all(self, model: str | None = None) -> Iterator[GoldenRecord]:
+        """Every record, or those of one model, in the order of their file names."""
+        for key, name in self._names.items():
+            if model is None or name.split("/")[1] == model:
+                yield self.get(key)
+
+    def save(self, record: GoldenRecord, reason: str) -> Path:
+        """Write a record, in place of any earlier one with its key, and sign both its files.
+
+        Returns:
+            Path of the .json file.
+
+        Raises:
+            RecordError: the record contradicts itself, or has a name no file may have.
+        """
+        _check(record)
+        stem = f"records/{record.model}/{record.case}"
+        old = self._names.get(record.key)
+        if old is not None and old != f"{stem}.json":
+            for name in (old, _tensors_name(old)):
+                (self.golden / name).unlink(missing_ok=True)
+            sign(self.golden, reason, under=old.removesuffix(".json") + ".")
+        taken = {name: key for key, name in self._names.items()}.get(f"{stem}.json", record.key)
+        if taken != record.key:
+            raise RecordError(f"golden/{stem}.json already holds the record of request {taken[:12]}…")
+        path = self.golden / f"{stem}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_to_plain(record), indent=1, ensure_ascii=False, allow_nan=False)
+        path.write_text(text + "\n", encoding="utf-8", newline="\n")
+        path.with_name(f"{record.case}.safetensors").write_bytes(safetensors.save(_to_arrays(record)))
+        sign(self.golden, reason, under=f"{stem}.")
+        self._load_manifest()
+        return path
+
+    def _load_manifest(self) -> None:
+        try:
+            self.manifest = Manifest.load(self.golden)
+        except ManifestError as error:
+            raise RecordError(str(error)) from error
+        self._names = {e.key: name for name, e in sorted(self.manifest.entries.items()) if e.key}
+
+    def _read(self, name: str) -> GoldenRecord:
+        for file in (name, _tensors_name(name)):
+            fault = self.manifest.fault(self.golden, file)
+            if fault is not None:
+                raise CorruptedRecord(fault if fault.startswith("corrupted") else f"corrupted: {fault}")
+        try:
+            values = json.loads((self.golden / name).read_text(encoding="utf-8"))
+            arrays = safetensors.load_file(self.golden / _tensors_name(name))
+        except (ValueError, SafetensorError) as error:
+            raise CorruptedRecord(f"corrupted: golden/{name} cannot be read: {error}") from error
+        return _from_plain(name, values, arrays)
+
+
+def check_weights(record: GoldenRecord, weights_sha256: str) -> None:
+    """Raise WrongWeights unless the record was made from these weights."""
+    recorded = str(record.provenance.get("weights_sha256"))
+    if recorded != weights_sha256:
+        raise WrongWeights(
+            f"recorded for other weights ({recorded[:12]}… vs {weights_sha256[:12]}…): "
+            f"{record.model}/{record.case}; use the recorded weights, or record again with: "
+            f"conformance golden update --model {record.model} --reason '…'"
+        )
+
+
+def _tensors_name(name: str) -> str:
+    return name.removesuffix(".json") + ".safetensors"
+
+
+def _to_plain(record: GoldenRecord) -> dict[str, Any]:
+    arms = {name: {"rms": arm.rms, "max": arm.max} for name, arm in record.yardstick.arms.items()}
+    return {
+        "schema": record.schema,
+        "edition": record.edition,
+        "key": record.key,
+        "model": record.model,
+        "case": record.case,
+        "request": dict(record.request),
+        "provenance": dict(record.provenance),
+        "dtype": record.dtype,
+        "prompt_token_ids": list(record.prompt_token_ids),
+        "token_ids": list(record.token_ids),
+        "text": record.text,
+        "finish_reason": record.finish_reason,
+        "stop_reason": record.stop_reason,
+        "yardstick": arms,
+        "stages": sorted(record.stages),
+    }
+
+
+def _to_arrays(record: GoldenRecord) -> dict[str, NDArray[Any]]:
+    tables = {"output": record.output} | ({"prompt": record.prompt} if record.prompt is not None else {})
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, table in tables.items():
+        arrays |= {f"{name}.{field}": getattr(table, field) for field in _TABLE}
+    arrays |= {f"stage.{name}": array for name, array in record.stages.items()}
+    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+
+def _from_plain(name: str, values: Any, arrays: Mapping[str, NDArray[Any]]) -> GoldenRecord:
+    schema = values.get("schema") if isinstance(values, dict) else None
+    if schema != RECORD_SCHEMA:
+        raise RecordSchemaError(f"golden/{name} has schema {schema!r}; this suite reads {RECORD_SCHEMA}")
+    if set(values) != _FIELDS:
+        odd = sorted(set(values) ^ _FIELDS)
+        raise RecordSchemaError(f"golden/{name} has unknown or missing fields: {', '.join(odd)}")
+    tables = {"output"} | ({"prompt"} if any(a.startswith("prompt.") for a in arrays) else set())
+    try:
+        expected = {f"{t}.{f}" for t in tables for f in _TABLE} | {f"stage.{s}" for s in values["stages"]}
+        if set(arrays) != expected:
+            odd = sorted(set(arrays) ^ expected)
+            raise RecordSchemaError(
+                f"golden/{_tensors_name(name)} has unknown or missing arrays: {', '.join(odd)}"
+            )
+        record = GoldenRecord(
+            **values
+            | {
+                "prompt_token_ids": tuple(values["prompt_token_ids"]),
+                "token_ids": tuple(values["token_ids"]),
+                "yardstick": Yardstick({arm: ArmError(**e) for arm, e in values["yardstick"].items()}),
+                "output": _table(arrays, "output"),
+                "prompt": _table(arrays, "prompt") if "prompt" in tables else None,
+                "stages": {stage: arrays[f"stage.{stage}"] for stage in values["stages"]},
+            }
+        )
+    except (AttributeError, TypeError) as error:
+        raise RecordSchemaError(f"golden/{name} has a field of another form: {error}") from error
+    try:
+        _check(record)
+    except RecordError as error:
+        raise CorruptedRecord(f"corrupted: golden/{name}: {error}") from error
+    return record
+
+
+def _table(arrays: Mapping[str, NDArray[Any]], name: str) -> LogitTable:
+    return LogitTable(**{field: arrays[f"{name}.{field}"] for field in _TABLE})
+
+
+def _check(record: GoldenRecord) -> None:
+    """Raise RecordError when the parts of a record contradict each other."""
+    problems = []
+    if record.schema != RECORD_SCHEMA:
+        problems.append(f"schema is {record.schema}, this suite writes {RECORD_SCHEMA}")
+    try:
+        if request_key(record.request) != record.key:
+            problems.append("key is not the key of its request")
+    except CanonicalError as error:
+        problems.append(f"request is not canonical: {error}")
+    for what, value in (("model", record.model), ("case", record.case)):
+        if not _CASE.fullmatch(value):
+            problems.append(f"{what} {value!r} is not lower-case letters, digits, '.', '_', '-'")
+    if record.model != record.request.get("model") or record.dtype != record.request.get("dtype"):
+        problems.append("model or dtype is not that of its request")
+    if not record.yardstick.arms:
+        problems.append("yardstick has no arms")
+    if not record.provenance.get("weights_sha256"):
+        problems.append("provenance names no weights_sha256")
+    problems += _table_problems("output", record.output, len(record.token_ids))
+    asked = bool(record.request.get("prompt_logprobs"))
+    if (record.prompt is not None) != asked:
+        problems.append(f"prompt logits are {'missing' if asked else 'there though not asked for'}")
+    if record.prompt is not None:
+        problems += _table_problems("prompt", record.prompt, len(record.prompt_token_ids) - 1)
+    if problems:
+        raise RecordError(f"record {record.model}/{record.case}: " + "; ".join(problems))
+
+
+def _table_problems(name: str, table: LogitTable, rows: int) -> list[str]:
+    problems = []
+    for field, kind in _TABLE.items():
+        array = getattr(table, field)
+        if array.dtype != kind:
+            problems.append(f"{name}.{field} is {array.dtype}, must be {np.dtype(kind)}")
+        elif not np.isfinite(array).all():
+            problems.append(f"{name}.{field} holds NaN or infinity")
+        if len(array) != rows:
+            problems.append(f"{name}.{field} has {len(array)} rows for {rows} positions")
+    if table.top_ids.shape != table.top_logits.shape or table.top_ids.ndim != 2:
+        problems.append(f"{name} has {table.top_ids.shape} ids for {table.top_logits.shape} logits")
+    elif (np.diff(table.top_logits, axis=1) > 0).any():
+        problems.append(f"{name}.top_logits are not sorted, most likely first")
+    return problems
