@@ -1,0 +1,327 @@
+"""Scenarios: what a YAML file under scenarios/ asks for, as value objects."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from conformance.canonical import CanonicalError, canonical_request
+from conformance.prompts import generate_prompt
+from conformance.schema import (
+    GOLDEN_CHECKS,
+    PROMPT_FORMS,
+    SAMPLING_NAMES,
+    RequestModel,
+    ScenarioModel,
+    cross_check,
+)
+from conformance.yaml_lines import Document, YamlError, read_yaml
+
+__all__ = [
+    "PROFILES",
+    "CheckSpec",
+    "RequestSpec",
+    "Scenario",
+    "ScenarioError",
+    "Step",
+    "load_scenario",
+    "load_scenarios",
+]
+
+#: From the quickest to the longest; each runs what the ones before it run, and more.
+PROFILES = ("smoke", "default", "full")
+
+#: Parameters that change the greedy answer and are no part of a golden record.
+_CHANGES_TRUTH = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "bad_words",
+    "min_tokens",
+    "logit_bias",
+    "forced_token_ids",
+)
+
+
+class ScenarioError(ValueError):
+    """One or more scenario files are wrong; each line of the message has file, line and reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSpec:
+    """One check of a scenario: its name, its arguments as plain data, its line in the file."""
+
+    name: str
+    args: Any
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a scenario; `argument` is plain data, names always as a list."""
+
+    kind: str
+    argument: Any
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """One request of a scenario.
+
+    Attributes:
+        prompt: one of {"text": str}, {"messages": [...]}, {"token_ids": [...]}; generated prompts
+            are token ids here.
+        sampling: the parameters the scenario set; temperature and max_tokens are always there.
+        line: line of its name in the file.
+    """
+
+    name: str
+    prompt: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+    cache_salt: str | None
+    priority: int
+    line: int
+
+    @property
+    def has_golden(self) -> bool:
+        """Whether the greedy truth of Hugging Face is the expected answer."""
+        return self.sampling["temperature"] == 0.0 and not any(n in self.sampling for n in _CHANGES_TRUTH)
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self.sampling["max_tokens"])
+
+    def canonical(self, model: str, dtype: str) -> dict[str, Any]:
+        """The canonical request that its golden record is looked up by."""
+        return canonical_request(
+            model=model,
+            dtype=dtype,
+            prompt=self.prompt,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.sampling.get("ignore_eos", False),
+            stop_token_ids=self.sampling.get("stop_token_ids", ()),
+            prompt_logprobs=self.sampling.get("prompt_logprobs") is not None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One scenario file; field meanings are in the documentation of the format."""
+
+    id: str
+    path: Path
+    requirement: str
+    level: str
+    source: tuple[str, ...]
+    needs: tuple[str, ...]
+    models: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    engine: Mapping[str, Any]
+    matrix: Mapping[str, tuple[Any, ...]]
+    profile: str
+    damage: Mapping[str, Any] | None
+    requests: Mapping[str, RequestSpec]
+    steps: tuple[Step, ...]
+    checks: tuple[CheckSpec, ...]
+
+    @property
+    def area(self) -> str:
+        return self.id.partition("/")[0]
+
+    def in_profile(self, profile: str) -> bool:
+        """Whether a run of `profile` includes this scenario."""
+        return PROFILES.index(self.profile) <= PROFILES.index(profile)
+
+    def points(self) -> list[dict[str, Any]]:
+        """The matrix as points: {"model", "dtype", option…}.
+
+        Two axes with several values are multiplied out; with more, every pair of values of two
+        axes occurs in some point.
+        """
+        axes = {"model": self.models, "dtype": self.dtypes, **self.matrix}
+        if sum(len(values) > 1 for values in axes.values()) <= 2:
+            return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        return pairwise(axes)
+
+    def judged_by_golden(self) -> list[RequestSpec]:
+        """Requests that some golden check judges, in order of the file."""
+        names: set[str] = set()
+        for check in self.checks:
+            if check.name in GOLDEN_CHECKS:
+                names |= set(check.args or [r.name for r in self.requests.values() if r.has_golden])
+        return [request for name, request in self.requests.items() if name in names]
+
+    def golden_requests(self) -> list[tuple[str, dict[str, Any]]]:
+        """(label, canonical request) for each request, model and dtype judged by a golden check."""
+        return [
+            (f"{self.id}:{request.name}", request.canonical(model, dtype))
+            for model in self.models
+            for dtype in self.dtypes
+            for request in self.judged_by_golden()
+        ]
+
+    def check(self, name: str) -> list[CheckSpec]:
+        """The checks of that name."""
+        return [check for check in self.checks if check.name == name]
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """A small set of points in which every pair of values of two axes occurs; deterministic."""
+    names = list(axes)
+    open_pairs = {
+        (a, i, b, j)
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(axes[a]))
+        for j in range(len(axes[b]))
+    }
+    candidates = list(itertools.product(*(range(len(axes[name])) for name in names)))
+
+    def pairs_of(point: tuple[int, ...]) -> set[tuple[str, int, str, int]]:
+        chosen = dict(zip(names, point, strict=True))
+        return {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
+
+    points = []
+    while open_pairs:
+        best = max(candidates, key=lambda point: len(pairs_of(point) & open_pairs))
+        open_pairs -= pairs_of(best)
+        points.append({name: axes[name][i] for name, i in zip(names, best, strict=True)})
+    return points
+
+
+def load_scenarios(root: Path) -> list[Scenario]:
+    """Every scenario below `root` (a directory such as scenarios/), in order of id.
+
+    Raises:
+        ScenarioError: listing every problem of every file.
+    """
+    paths = sorted(path for path in root.rglob("*") if path.suffix in (".yaml", ".yml"))
+    if not paths:
+        raise ScenarioError(f"{root}: no scenario here")
+    scenarios, problems = [], []
+    for path in paths:
+        try:
+            scenarios.append(load_scenario(path, root))
+        except ScenarioError as error:
+            problems.append(str(error))
+    if problems:
+        raise ScenarioError("\n".join(problems))
+    return sorted(scenarios, key=lambda s: s.id)
+
+
+def load_scenario(path: Path, root: Path) -> Scenario:
+    """One file. Its id must be its path below `root`, without the suffix."""
+    try:
+        document = read_yaml(path)
+    except YamlError as error:
+        raise ScenarioError(str(error)) from error
+    if not isinstance(document.data, dict):
+        raise ScenarioError(f"{path}:1: a scenario is a mapping, got {type(document.data).__name__}")
+    try:
+        model = ScenarioModel.model_validate(document.data)
+    except ValidationError as error:
+        lines = [_message(document, e["loc"], e["msg"], e["type"], e["input"]) for e in error.errors()]
+        raise ScenarioError("\n".join(dict.fromkeys(lines))) from error
+    problems = cross_check(model)
+    expected = path.relative_to(root).with_suffix("").as_posix()
+    if model.id != expected:
+        problems.append((("id",), f"id {model.id!r} must be the path {expected!r}"))
+    scenario = _scenario(model, document)
+    problems += _golden_problems(scenario)
+    if problems:
+        raise ScenarioError(
+            "\n".join(f"{path}:{document.line(where)}: {_dotted(where)}: {text}" for where, text in problems)
+        )
+    return scenario
+
+
+def _message(document: Document, loc: Sequence[str | int], text: str, kind: str, value: Any) -> str:
+    where = [part for part in loc if isinstance(part, int) or not part.startswith(("function-", "list["))]
+    detail = "unknown key" if kind == "extra_forbidden" else text.removeprefix("Value error, ")
+    if kind not in ("extra_forbidden", "missing", "value_error"):
+        detail += f", got {value!r}"
+    return f"{document.path}:{document.line(where)}: {_dotted(where)}: {detail}"
+
+
+def _dotted(where: Sequence[str | int]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
+    return text.removeprefix(".")
+
+
+def _scenario(model: ScenarioModel, document: Document) -> Scenario:
+    requests = {
+        name: _request(name, request, document.line(("requests", name)))
+        for name, request in model.requests.items()
+    }
+    steps: list[Step] = []
+    checks: list[CheckSpec] = []
+    for i, step in enumerate(model.steps):
+        line = document.line(("steps", i))
+        argument = step.model_dump(exclude_unset=True)[step.kind]
+        if step.kind == "run":
+            argument = (
+                step.argument.model_dump()
+                if step.argument
+                else {"preempt": None, "period": 1, "poison": False}
+            )
+        if step.kind == "expect_error":
+            checks.append(CheckSpec("error", argument, line))
+        steps.append(Step(step.kind, argument, line))
+    for i, check in enumerate(model.checks):
+        argument = check.model_dump(exclude_unset=True)[check.kind]
+        checks.append(CheckSpec(check.kind, argument, document.line(("checks", i))))
+    return Scenario(
+        id=model.id,
+        path=document.path,
+        requirement=model.requirement,
+        level=model.level,
+        source=tuple(model.source),
+        needs=tuple(model.needs),
+        models=tuple(model.model),
+        dtypes=tuple(model.dtype),
+        engine=model.engine.model_dump(exclude_none=True),
+        matrix={option: tuple(_values(values)) for option, values in model.matrix.items()},
+        profile=model.profile,
+        damage=model.damage.model_dump(exclude_unset=True) if model.damage else None,
+        requests=requests,
+        steps=tuple(steps),
+        checks=tuple(checks),
+    )
+
+
+def _values(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else [values]
+
+
+def _request(name: str, model: RequestModel, line: int) -> RequestSpec:
+    form = next(form for form in PROMPT_FORMS if getattr(model, form) is not None)
+    value = getattr(model, form)
+    prompt = {"token_ids": list(generate_prompt(value))} if form == "generate" else {form: value}
+    given = {n: getattr(model, n) for n in SAMPLING_NAMES if getattr(model, n) is not None}
+    return RequestSpec(name, prompt, given, model.cache_salt, model.priority, line)
+
+
+def _golden_problems(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    for request in scenario.judged_by_golden():
+        if not request.has_golden:
+            yield (
+                ("requests", request.name),
+                (
+                    f"a golden check judges {request.name!r}, but no golden exists for a temperature above 0 "
+                    f"or for {', '.join(_CHANGES_TRUTH)}"
+                ),
+            )
+            continue
+        try:
+            request.canonical(scenario.models[0], scenario.dtypes[0])
+        except CanonicalError as error:
+            yield ("requests", request.name), str(error)
+    if scenario.check("same_under") and not scenario.requests:
+        yield ("checks",), "same_under needs requests"
+    if any(c.name in GOLDEN_CHECKS for c in scenario.checks) and not scenario.judged_by_golden():
+        yield ("checks",), "a golden check judges no request: none is greedy without penalties"

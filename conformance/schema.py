@@ -1,0 +1,365 @@
+"""The closed schema of a scenario file, version 1.
+
+Every model forbids unknown keys, so a misspelt option is an error with file and line and never a
+setting that silently does nothing. `conformance.scenario` turns what is validated here into value
+objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from conformance import SCENARIO_SCHEMA
+from conformance.adapters.base import FEATURES
+from conformance.prompts import Piece
+
+__all__ = [
+    "BATCH_ARMS",
+    "GOLDEN_CHECKS",
+    "CheckModel",
+    "EngineOptions",
+    "RequestModel",
+    "SameUnder",
+    "ScenarioModel",
+    "StepModel",
+    "cross_check",
+]
+
+#: Checks that look a request up among the golden records.
+GOLDEN_CHECKS = ("tokens_match_golden", "logits_within_yardstick", "logprobs_by_value")
+
+#: What may surround the requests of a scenario in an arm `batch=…`.
+BATCH_ARMS = ("alone", "mixed", "late", "aborted_neighbour")
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
+Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+def _bare(value: Any) -> Any:
+    """`run` is short for `{run: null}`: a step or check without arguments."""
+    return {value: None} if isinstance(value, str) else value
+
+
+Names = Annotated[list[Name], BeforeValidator(_listed), Field(min_length=1)]
+Texts = Annotated[list[Text], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _OneOf(_Closed):
+    """Exactly one of the fields is given."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> _OneOf:
+        if len(self.model_fields_set) != 1:
+            raise ValueError(
+                f"give exactly one of {', '.join(type(self).model_fields)}; "
+                f"got {', '.join(sorted(self.model_fields_set)) or 'none'}"
+            )
+        return self
+
+    @property
+    def kind(self) -> str:
+        return next(iter(self.model_fields_set))
+
+    @property
+    def argument(self) -> Any:
+        return getattr(self, self.kind)
+
+
+class EngineOptions(_Closed):
+    """Options of the engine, by minivllm's names (which are vLLM's where it has the option).
+
+    `threads` is the number of CPU threads: the harness's own, since it is no engine's option.
+    """
+
+    block_size: Count | None = None
+    num_kv_blocks: Count | None = None
+    kv_cache_memory_bytes: Count | None = None
+    swap_space_bytes: Index | None = None
+    max_model_len: Count | None = None
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    enable_prefix_caching: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    preemption_mode: Text | None = None
+    attention_backend: Text | None = None
+    ops_backend: Text | None = None
+    batch_invariant: bool | None = None
+    seed: int | None = None
+    prefix_cache_seed: int | None = None
+    scheduling_policy: Text | None = None
+    threads: Count | None = None
+
+
+class RequestModel(_Closed):
+    """A prompt in one of five forms, sampling parameters (vLLM's names), salt and priority."""
+
+    text: Text | None = None
+    chat: list[dict[str, Any] | str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    token_ids: list[Index] | None = None
+    generate: Annotated[list[Piece], BeforeValidator(_listed), Field(min_length=1)] | None = None
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str], BeforeValidator(_listed)] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int = 16
+    min_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    forced_token_ids: list[int] | None = None
+
+    cache_salt: Text | None = None
+    priority: int = 0
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> RequestModel:
+        given = [name for name in PROMPT_FORMS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(PROMPT_FORMS)}; got {given or 'none'}")
+        return self
+
+
+PROMPT_FORMS = ("text", "chat", "messages", "token_ids", "generate")
+SAMPLING_NAMES = tuple(
+    n for n in RequestModel.model_fields if n not in (*PROMPT_FORMS, "cache_salt", "priority")
+)
+
+
+class Run(_Closed):
+    """Step until nothing is left; before every `period`-th step preempt, before every step poison."""
+
+    preempt: Names | None = None
+    period: Count = 1
+    poison: bool = False
+
+
+class ExpectError(_Closed):
+    """Submit `request`, which must be refused by this error."""
+
+    request: Name
+    type: Text | None = None
+    message_contains: Texts | None = None
+
+
+class StepModel(_OneOf):
+    """One step. Without arguments its bare name will do."""
+
+    submit: Names | None = None
+    run: Run | None = None
+    advance: Count | None = None
+    abort: Names | None = None
+    preempt: Names | None = None
+    reset_cache: None = None
+    poison: None = None
+    fragment: None = None
+    swap_weights: Annotated[list[Text], Field(min_length=2, max_length=2)] | None = None
+    expect_error: ExpectError | None = None
+
+    @model_validator(mode="after")
+    def _needs_argument(self) -> StepModel:
+        if self.argument is None and self.kind not in ("run", "reset_cache", "poison", "fragment"):
+            raise ValueError(f"step {self.kind} needs an argument")
+        return self
+
+
+class Bounds(_Closed):
+    """A number's range, both ends included."""
+
+    min: Index | None = None
+    max: Index | None = None
+
+
+class ErrorCheck(_Closed):
+    """An error that must have happened, by its type and words of its message."""
+
+    request: Name | None = None
+    load: Literal[True] | None = None
+    type: Text | None = None
+    message_contains: Texts | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> ErrorCheck:
+        if (self.request is None) == (self.load is None):
+            raise ValueError("give either request: NAME or load: true")
+        if self.type is None and self.message_contains is None:
+            raise ValueError("give type, message_contains, or both: any error would pass otherwise")
+        return self
+
+
+class SameUnder(_Closed):
+    """Configurations under which every request must answer the same."""
+
+    chunk: Annotated[list[Count], Field(min_length=1)] | None = None
+    block_size: Annotated[list[Count], Field(min_length=1)] | None = None
+    batch: (
+        Annotated[list[Literal["alone", "mixed", "late", "aborted_neighbour"]], Field(min_length=1)] | None
+    ) = None
+    prefix_cache: Annotated[list[Literal["on", "off", "hit"]], Field(min_length=1)] | None = None
+    preempt: Annotated[list[Count], Field(min_length=1)] | Literal["every"] | None = None
+    backend: Annotated[list[Text], Field(min_length=1)] | None = None
+    threads: Annotated[list[Count], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _some_axis(self) -> SameUnder:
+        if not self.model_fields_set:
+            raise ValueError(f"name at least one of {', '.join(type(self).model_fields)}")
+        return self
+
+
+Condition = Annotated[str, StringConstraints(pattern=r"^(>=|<=|==|>|<) ?\d+$")] | Index
+
+
+class CheckModel(_OneOf):
+    """One check. Golden checks take the requests they judge; none means every one with a golden."""
+
+    tokens_match_golden: Names | None = None
+    logits_within_yardstick: Names | None = None
+    logprobs_by_value: Names | None = None
+    cached_tokens: Annotated[dict[Name, Index | Bounds], Field(min_length=1)] | None = None
+    finish_reason: Annotated[dict[Name, str], Field(min_length=1)] | None = None
+    text_equals: Annotated[dict[Name, str], Field(min_length=1)] | None = None
+    happened: Annotated[dict[str, Condition], Field(min_length=1)] | None = None
+    pool_conserved: None = None
+    same_under: SameUnder | None = None
+    error: ErrorCheck | None = None
+
+    @model_validator(mode="after")
+    def _needs_argument(self) -> CheckModel:
+        if self.kind not in (*GOLDEN_CHECKS, "pool_conserved") and self.argument is None:
+            raise ValueError(f"check {self.kind} needs an argument")
+        return self
+
+
+class Damage(_OneOf):
+    """How to damage a copy of the checkpoint before loading it; see `conformance.damage`."""
+
+    remove_file: Text | None = None
+    truncate: Text | None = None
+    remove_tensor: Text | None = None
+    extra_tensor: Text | None = None
+    wrong_shape: Text | None = None
+    set_config: Annotated[dict[str, Any], Field(min_length=1)] | None = None
+
+
+class ScenarioModel(_Closed):
+    """A whole scenario file."""
+
+    schema_: Annotated[Literal[SCENARIO_SCHEMA], Field(alias="schema")]  # type: ignore[valid-type]  # a constant
+    id: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]+(/[a-z0-9_-]+)+$")]
+    requirement: Text
+    level: Literal["must", "should"]
+    source: Annotated[list[Text], Field(min_length=1)]
+    needs: list[Literal[tuple(FEATURES)]] = []  # type: ignore[valid-type]  # the table is the one truth
+    model: Texts
+    dtype: Annotated[list[Literal["float32", "bfloat16"]], BeforeValidator(_listed)] = ["float32"]
+    engine: EngineOptions = EngineOptions()
+    matrix: dict[str, Any] = {}
+    profile: Literal["smoke", "default", "full"]
+    damage: Damage | None = None
+    requests: dict[Name, RequestModel] = {}
+    steps: list[Annotated[StepModel, BeforeValidator(_bare)]] = []
+    checks: Annotated[list[Annotated[CheckModel, BeforeValidator(_bare)]], Field(min_length=1)]
+
+
+def cross_check(model: ScenarioModel) -> list[tuple[tuple[str | int, ...], str]]:
+    """What no single field can tell, as (location, message): names, matrix values, submissions."""
+    return [*_unknown_names(model), *_matrix_problems(model), *_submission_problems(model)]
+
+
+def _unknown_names(model: ScenarioModel) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    for where, name in _used_names(model):
+        if name not in model.requests:
+            yield where, f"unknown request {name!r}; requests are {sorted(model.requests)}"
+    if "every" in model.requests:
+        yield ("requests", "every"), "a request must not be called 'every': preempt uses the word"
+
+
+def _used_names(model: ScenarioModel) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    for i, step in enumerate(model.steps):
+        names: list[str] = []
+        if step.kind in ("submit", "abort", "preempt"):
+            names = step.argument
+        elif step.kind == "run" and step.argument is not None:
+            names = step.argument.preempt or []
+        elif step.kind == "expect_error":
+            names = [step.argument.request]
+        yield from ((("steps", i), name) for name in names if name != "every" or step.kind == "submit")
+    for i, check in enumerate(model.checks):
+        if check.kind in (*GOLDEN_CHECKS, "cached_tokens", "finish_reason", "text_equals"):
+            yield from ((("checks", i), name) for name in check.argument or ())
+        elif check.kind == "error" and check.argument.request is not None:
+            yield ("checks", i), check.argument.request
+
+
+def _matrix_problems(model: ScenarioModel) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    for option, values in model.matrix.items():
+        where = ("matrix", option)
+        if option != "device" and option not in EngineOptions.model_fields:
+            yield where, f"unknown option {option!r}; known: device, {', '.join(EngineOptions.model_fields)}"
+        elif option == "device" and values == "auto":
+            continue
+        elif not isinstance(values, list) or not values:
+            yield where, f"must be a list of values, got {values!r}"
+        elif option != "device":
+            if getattr(model.engine, option) is not None:
+                yield where, f"{option} is given in engine and in matrix: keep one"
+            for i, value in enumerate(values):
+                try:
+                    EngineOptions.model_validate({option: value})
+                except ValidationError as error:
+                    yield (*where, i), f"{error.errors()[0]['msg']}, got {value!r}"
+
+
+def _submission_problems(model: ScenarioModel) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    submitted: set[str] = set()
+    for i, step in enumerate(model.steps):
+        names: list[str] = []
+        if step.kind == "submit":
+            names = step.argument
+        elif step.kind == "expect_error":
+            names = [step.argument.request]
+        for name in names:
+            if name in submitted:
+                yield ("steps", i), f"request {name!r} is submitted twice: give the second its own name"
+            submitted.add(name)
+        if step.kind in ("abort", "preempt"):
+            early = [name for name in step.argument if name not in submitted and name != "every"]
+            if early:
+                yield ("steps", i), f"{step.kind} of {early} before they are submitted"
+    for name in model.requests:
+        if name not in submitted:
+            yield ("requests", name), f"request {name!r} is never submitted"
