@@ -1,0 +1,125 @@
+"""Builds checkpoint directories and says what they were made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.recipes.initialise import initialise
+from conformance.recipes.llama import LLAMA_RECIPES
+from conformance.recipes.qwen import QWEN_RECIPES
+from conformance.recipes.recipe import MAX_POSITIONS, TINY, MechanicsRecipe
+from conformance.recipes.tokenizer import text_tokenizer, wrap
+
+__all__ = ["MECHANICS", "build", "make_model", "make_tokenizer", "sha256_of", "write_checkpoint"]
+
+#: Every mechanics recipe by name.
+MECHANICS: Mapping[str, MechanicsRecipe] = {r.name: r for r in (*LLAMA_RECIPES, *QWEN_RECIPES)}
+
+
+def make_model(recipe: MechanicsRecipe, seed: int | None = None) -> Any:
+    """The Transformers model of a recipe, float32, in eval mode. `seed` overrides the recipe's."""
+    import transformers
+
+    model_class = getattr(transformers, recipe.architecture)
+    special = recipe.special
+    config = model_class.config_class(
+        **TINY,
+        **recipe.config,
+        bos_token_id=special.ids[special.bos] if special.bos else None,
+        eos_token_id=special.ids[recipe.end_tokens[0]],
+        pad_token_id=special.ids[special.eos],
+        attention_dropout=0.0,
+    )
+    config._attn_implementation = "eager"
+    model = model_class(config).eval()
+    initialise(model, recipe.seed if seed is None else seed, special_ids=list(special.ids.values()))
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=[special.ids[token] for token in recipe.end_tokens],
+        pad_token_id=config.pad_token_id,
+        do_sample=False,
+    )
+    return model
+
+
+def make_tokenizer(recipe: MechanicsRecipe) -> Any:
+    """The Transformers tokenizer of a recipe."""
+    special = recipe.special
+    return wrap(
+        text_tokenizer(special),
+        chat_template=recipe.chat_template,
+        max_length=MAX_POSITIONS,
+        bos_token=special.bos,
+        eos_token=recipe.end_tokens[0],
+        pad_token=special.eos,
+    )
+
+
+def build(name: str, directory: Path) -> None:
+    """Write the checkpoint `name` below `directory` (which is created).
+
+    Raises:
+        ValueError: no mechanics recipe has this name.
+    """
+    if name not in MECHANICS:
+        raise ValueError(f"no mechanics recipe {name!r}; known: {', '.join(MECHANICS)}")
+    recipe = MECHANICS[name]
+    facts = {"kind": "mechanics", "seed": recipe.seed, "dtypes": ["float32"]}
+    write_checkpoint(directory, name, recipe.summary, make_model(recipe), make_tokenizer(recipe), facts)
+
+
+def write_checkpoint(
+    directory: Path, name: str, summary: str, model: Any, tokenizer: Any, facts: Mapping[str, Any]
+) -> None:
+    """Save model and tokenizer as Transformers does, without version stamps, and RECIPE.json.
+
+    RECIPE.json holds the recipe's name, `facts`, the versions used and the SHA-256 of every
+    other file.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        values = json.loads((directory / file).read_text(encoding="utf-8"))
+        # The version says who wrote the file, not what the model is: it is in RECIPE.json.
+        values.pop("transformers_version", None)
+        if file == "tokenizer_config.json":
+            # The name that Transformers 4 knows too, for engines that still run it.
+            values["tokenizer_class"] = "PreTrainedTokenizerFast"
+        _write_json(directory / file, values)
+    (directory / "model.safetensors").chmod(0o644)
+    packages = ("numpy", "safetensors", "tokenizers", "torch", "transformers")
+    files = sorted(p for p in directory.iterdir() if p.name != "RECIPE.json")
+    recipe = {
+        "name": name,
+        "summary": summary,
+        **facts,
+        "author": "the minivllm authors",
+        "licence": "Apache-2.0",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "versions": {package: version(package) for package in packages},
+        "sha256": {p.name: sha256_of(p) for p in files},
+    }
+    _write_json(directory / "RECIPE.json", recipe)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def parameters_equal(one: Any, other: Any) -> bool:
+    """Whether two models hold the same parameters, bit for bit."""
+    a, b = dict(one.named_parameters()), dict(other.named_parameters())
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

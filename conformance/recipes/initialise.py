@@ -1,0 +1,93 @@
+"""Random weights that make mistakes visible.
+
+Weights drawn the usual way (normal, 0.02) give nearly flat logits, unit norms and zero biases:
+ignoring rope scaling or dropping a bias then changes no token. Here every matrix keeps the size
+of its input (standard deviation gain / sqrt(fan in)), attention is sharp, norm weights and biases
+are far from 1 and 0, and logits spread over about ±15.
+
+Numbers are made from the raw bits of NumPy's Philox counter, whose stream NumPy keeps stable, by
+exact arithmetic, keyed by (seed, parameter name). So they do not depend on the version of any
+library, the processor, or the order of parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+__all__ = ["initialise", "standard_normal"]
+
+_MATRIX_GAIN = 1.25
+_ATTENTION_GAIN = 2.0
+_QK_NORM = 1.7
+_LOGIT_STD = 5.0
+_TIED_EMBEDDING_STD = 0.1
+_TIED_FINAL_NORM = 8.0
+_SPECIAL_SCALE = 0.25
+
+
+def standard_normal(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Almost normal numbers, mean 0 and variance 1, equal on every machine.
+
+    Each is a sum of twelve uniform 16-bit integers, centred and scaled: exact in float64, and
+    within ±6.
+    """
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
+    count = math.prod(shape)
+    raw = np.random.Philox(key=key).random_raw(3 * count).astype("<u8", copy=False)
+    sums = raw.view("<u2").reshape(count, 12).sum(axis=1, dtype=np.int64)
+    return ((sums - 12 * 65535 / 2) / 65536.0).reshape(shape)
+
+
+def initialise(model: nn.Module, seed: int, *, special_ids: Collection[int] = ()) -> None:
+    """Fill every parameter of a Transformers decoder in place.
+
+    Args:
+        model: a causal language model with `config.tie_word_embeddings`.
+        seed: with equal configurations, equal seeds give equal bits.
+        special_ids: ids whose output rows are made small, so that greedy decoding seldom picks
+            them although a logit bias still can.
+
+    Raises:
+        ValueError: a parameter has a name this recipe has no rule for.
+    """
+    tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]  # a Transformers config
+    qk_norm = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            z = standard_normal(seed, name, tuple(parameter.shape))
+            value = _scaled(name, z, tied=tied, qk_norm=qk_norm)
+            if name == ("model.embed_tokens.weight" if tied else "lm_head.weight"):
+                value[sorted(special_ids)] *= _SPECIAL_SCALE
+            parameter.copy_(torch.from_numpy(value).to(parameter.dtype))
+
+
+def _scaled(name: str, z: NDArray[np.float64], *, tied: bool, qk_norm: bool) -> NDArray[np.float64]:
+    kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if name.endswith(".bias"):
+        return 0.1 * z
+    if kind in ("q_norm", "k_norm"):
+        return _QK_NORM * (1 + 0.2 * z)
+    if name == "model.norm.weight":
+        # A tied model needs small embeddings (else it repeats its input) and makes up for it here.
+        return (_TIED_FINAL_NORM if tied else 1.0) * (1 + 0.2 * z)
+    if kind in ("input_layernorm", "post_attention_layernorm"):
+        return 1 + 0.2 * z
+    if kind == "embed_tokens":
+        return (_TIED_EMBEDDING_STD if tied else 1.0) * z
+    if z.ndim != 2:
+        raise ValueError(f"no rule for parameter {name!r} of shape {z.shape}; add one to initialise.py")
+    fan_in = z.shape[1]
+    if kind == "lm_head":
+        return _LOGIT_STD / math.sqrt(fan_in) * z
+    if kind in ("q_proj", "k_proj"):
+        return (1.0 if qk_norm else _ATTENTION_GAIN) / math.sqrt(fan_in) * z
+    if kind in ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        return _MATRIX_GAIN / math.sqrt(fan_in) * z
+    raise ValueError(f"no rule for parameter {name!r} of shape {z.shape}; add one to initialise.py")

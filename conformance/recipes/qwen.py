@@ -1,0 +1,76 @@
+"""Qwen2 (biases on q, k and v; tied) and Qwen3 (norms on q and k) checkpoints."""
+
+from __future__ import annotations
+
+from conformance.recipes.recipe import MechanicsRecipe
+from conformance.recipes.tokenizer import SpecialTokens
+
+__all__ = ["QWEN_RECIPES"]
+
+_SPECIAL = SpecialTokens(
+    tokens=(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+        "<|fim_pad|>",
+    ),
+    eos="<|im_end|>",
+    nfc=True,
+)
+
+_TURNS = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+# Like the published Qwen2 template, a conversation without a system turn is given one.
+_QWEN2_TEMPLATE = (
+    """\
+{%- if messages[0]['role'] != 'system' -%}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
+{%- endif -%}
+"""
+    + _TURNS
+)
+
+_ENDS = ("<|im_end|>", "<|endoftext|>")
+
+QWEN_RECIPES: tuple[MechanicsRecipe, ...] = (
+    MechanicsRecipe(
+        name="tiny-qwen2",
+        summary="Qwen2: biases on q, k and v, tied head, two end-of-sequence ids, default system turn",
+        architecture="Qwen2ForCausalLM",
+        config={
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+        special=_SPECIAL,
+        end_tokens=_ENDS,
+        chat_template=_QWEN2_TEMPLATE,
+        seed=0,
+    ),
+    MechanicsRecipe(
+        name="tiny-qwen3",
+        summary="Qwen3: RMSNorm over each head of q and k before rope, untied head",
+        architecture="Qwen3ForCausalLM",
+        config={
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+        special=_SPECIAL,
+        end_tokens=_ENDS,
+        chat_template=_TURNS,
+        seed=0,
+    ),
+)

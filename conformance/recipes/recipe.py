@@ -1,0 +1,53 @@
+"""What a checkpoint made from random weights is determined by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from conformance.recipes.tokenizer import NUM_BPE_TOKENS, SpecialTokens
+
+__all__ = ["MAX_POSITIONS", "TINY", "MechanicsRecipe"]
+
+MAX_POSITIONS = 8192
+
+#: The shape all families share: small enough for a repository. head_dim 32 is the smallest that
+#: paged-attention kernels for CPUs and GPUs commonly accept; with 4 heads it also makes
+#: heads × head_dim differ from hidden_size.
+TINY: Mapping[str, Any] = {
+    "vocab_size": NUM_BPE_TOKENS + 8,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MechanicsRecipe:
+    """One checkpoint of random weights for testing mechanics in float32.
+
+    Attributes:
+        name: directory name below golden/checkpoints.
+        summary: what it is there to show, in one line.
+        architecture: Transformers class name.
+        config: fields of its config, beyond TINY.
+        special: special tokens; their ids follow the BPE vocabulary.
+        end_tokens: tokens that end generation, for generation_config.json; the first is also the
+            config's own.
+        chat_template: Jinja source.
+        seed: found by `conformance.recipes.search`, kept so that a rebuild needs no search.
+    """
+
+    name: str
+    summary: str
+    architecture: str
+    config: Mapping[str, Any]
+    special: SpecialTokens
+    end_tokens: tuple[str, ...]
+    chat_template: str
+    seed: int
