@@ -1,0 +1,71 @@
+"""Models: one file per family, a registry keyed by Transformers class name, strict loading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from minivllm.config import ModelConfig
+from minivllm.errors import ConfigError
+from minivllm.layers.ops import Ops
+from minivllm.models.decoder import DecoderModel
+from minivllm.models.hf_config import read_config
+from minivllm.models.safetensors_dir import SafetensorsSource
+from minivllm.models.weights import TensorSource, fill
+from minivllm.registry import Registry
+
+__all__ = ["MODELS", "DecoderModel", "load_model", "load_model_config"]
+
+#: Transformers class name → our class. Others may add theirs in the entry point group.
+MODELS: Registry[type[DecoderModel]] = Registry("model", entry_point_group="minivllm.models")
+MODELS.register("LlamaForCausalLM", "minivllm.models.llama:LlamaForCausalLM")
+MODELS.register("Qwen2ForCausalLM", "minivllm.models.qwen2:Qwen2ForCausalLM")
+MODELS.register("Qwen3ForCausalLM", "minivllm.models.qwen3:Qwen3ForCausalLM")
+
+
+def load_model_config(path: str | Path) -> ModelConfig:
+    """The configuration of a model directory or a .gguf file.
+
+    Raises:
+        ConfigError: no such path; missing, malformed or contradictory configuration.
+        UnsupportedError: an architecture or option minivllm does not implement.
+        WeightError: a damaged .gguf file.
+    """
+    return _open(Path(path))[0]
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ops: Ops,
+    max_model_len: int | None = None,
+) -> DecoderModel:
+    """Build the model of a directory or a .gguf file and fill it, cast to `dtype`.
+
+    Args:
+        path: a directory with config.json and safetensors, or a .gguf file (dequantised).
+        max_model_len: positions to prepare; None: the model's own limit.
+
+    Raises:
+        ConfigError, UnsupportedError: as `load_model_config`.
+        WeightError: weights missing, damaged, unknown, or of another shape.
+    """
+    config, source = _open(Path(path))
+    family = MODELS.get(config.architecture)
+    model = family(config, dtype=dtype, device=device, ops=ops, max_model_len=max_model_len)
+    fill(model, source)
+    return model
+
+
+def _open(path: Path) -> tuple[ModelConfig, TensorSource]:
+    if path.is_dir():
+        config = read_config(path, MODELS)
+        source = SafetensorsSource(path)
+        return (config if config.dtype else replace(config, dtype=source.stored_dtype())), source
+    if not path.exists():
+        raise ConfigError(f"model {str(path)!r} does not exist; give a directory or a .gguf file")
+    raise ConfigError(f"model {str(path)!r} is neither a directory nor a .gguf file")

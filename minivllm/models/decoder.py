@@ -1,0 +1,215 @@
+"""The decoder that Llama, Qwen2 and Qwen3 share; what differs is flags of `ModelConfig`.
+
+Parameter names are those of the Transformers checkpoints, so loading is the identity on names.
+Matrix products and attention go through the two seams only: `ops` and the attention backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.attention.base import PlannedAttention
+from minivllm.config import ModelConfig
+from minivllm.layers.ops import Ops
+from minivllm.layers.rope import RopeTable
+from minivllm.models.modules import Embedding, Linear, RMSNorm
+
+__all__ = ["DecoderModel", "Observer"]
+
+#: Called with a stage name ("hidden.3") and its rows; must not change them.
+Observer = Callable[[str, Tensor], None]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate `x` [rows, heads, head_dim] by `cos`, `sin` [rows, head_dim]; halves are the pairs."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return x * cos[:, None] + turned * sin[:, None]
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention; the backend owns the KV cache and the softmax."""
+
+    def __init__(self, config: ModelConfig, layer: int, **kw: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        hidden = config.hidden_size
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = Linear(hidden, q_size, bias=config.attention_bias, **kw)
+        self.k_proj = Linear(hidden, kv_size, bias=config.attention_bias, **kw)
+        self.v_proj = Linear(hidden, kv_size, bias=config.attention_bias, **kw)
+        self.o_proj = Linear(q_size, hidden, bias=config.attention_output_bias, **kw)
+        # one weight vector for all heads: the norm is over head_dim, not over the projection
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, **kw) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, **kw) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: PlannedAttention) -> Tensor:
+        """[rows, hidden] → [rows, hidden]; writes this layer's K and V of these rows first."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attention.write(self.layer, k, v)
+        output: Tensor = self.o_proj(attention.attend(self.layer, q, self.scale))
+        return output
+
+
+class MLP(nn.Module):
+    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, config: ModelConfig, **kw: Any) -> None:
+        super().__init__()
+        self.ops: Ops = kw["ops"]
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(hidden, inner, bias=bias, **kw)
+        self.up_proj = Linear(hidden, inner, bias=bias, **kw)
+        self.down_proj = Linear(inner, hidden, bias=bias, **kw)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, hidden]."""
+        output: Tensor = self.down_proj(self.ops.silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm residual block: attention, then MLP."""
+
+    def __init__(self, config: ModelConfig, layer: int, **kw: Any) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer, **kw)
+        self.mlp = MLP(config, **kw)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: PlannedAttention) -> Tensor:
+        """[rows, hidden] → [rows, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
+        mixed: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return mixed
+
+
+class Body(nn.Module):
+    """Everything below the head; exists so that parameters are called "model.…"."""
+
+    def __init__(self, config: ModelConfig, **kw: Any) -> None:
+        super().__init__()
+        placement = {"dtype": kw["dtype"], "device": kw["device"]}
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placement)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, **kw) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+
+
+class DecoderModel(nn.Module):
+    """A decoder-only language model without autograd, on flat rows of mixed requests.
+
+    Args:
+        config: shapes and flags.
+        dtype: of parameters and activations.
+        device: "meta" gives shapes only.
+        ops: linear, norm, activation.
+        max_model_len: positions to prepare; None: `config.max_position_embeddings`.
+
+    Parameters are uninitialised until `minivllm.models.load_model` fills them. They may be
+    exchanged in place through `named_parameters()`.
+    """
+
+    #: `general.architecture` of this family's GGUF files, or None if there are none.
+    gguf_architecture: ClassVar[str | None] = None
+    #: Whether llama.cpp's converter reorders the rows of q_proj and k_proj of this family.
+    gguf_permutes_qk: ClassVar[bool] = False
+    #: `model_type` in config.json.
+    model_type: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ops: Ops,
+        max_model_len: int | None = None,
+    ) -> None:
+        super().__init__()
+        device = torch.device(device)
+        kw: dict[str, Any] = {"ops": ops, "dtype": dtype, "device": device}
+        self.config = config
+        self.ops = ops
+        self.max_model_len = max_model_len or config.max_position_embeddings
+        self.rope = RopeTable(
+            config.rope,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            max_model_len=self.max_model_len,
+            device=device,
+        )
+        self.model = Body(config, **kw)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, **kw)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.eval()
+
+    @classmethod
+    def config_flags(cls, values: Mapping[str, Any]) -> dict[str, bool]:
+        """The flags of `ModelConfig` that this family fixes or reads from `values` (its config.json)."""
+        raise NotImplementedError(f"{cls.__name__} does not say which flags it has")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        return self.model.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.model.embed_tokens.weight.device
+
+    def use_ops(self, ops: Ops) -> None:
+        """Compute with other ops from now on; the weights stay."""
+        for module in self.modules():
+            if hasattr(module, "ops"):
+                module.ops = ops
+
+    def untie_lm_head(self) -> None:
+        """Give the head a weight of its own, uninitialised."""
+        self.lm_head.weight = nn.Parameter(torch.empty_like(self.lm_head.weight), requires_grad=False)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[rows] int64 → [rows, hidden]."""
+        rows: Tensor = self.model.embed_tokens(token_ids)
+        return rows
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, attention: PlannedAttention, observe: Observer | None = None
+    ) -> Tensor:
+        """Run the layers and the final norm.
+
+        Args:
+            hidden: [rows, hidden], the embeddings.
+            positions: [rows] int64, each row's index in its own sequence.
+            attention: a backend that has planned this batch.
+            observe: called with ("hidden.i", rows) after layer i.
+
+        Returns:
+            [rows, hidden], normed.
+        """
+        cos, sin = (table.to(hidden.dtype) for table in self.rope.cos_sin(positions))
+        for index, layer in enumerate(self.model.layers):
+            hidden = layer(hidden, cos, sin, attention)
+            if observe is not None:
+                observe(f"hidden.{index}", hidden)
+        normed: Tensor = self.model.norm(hidden)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] (normed) → [rows, vocab]."""
+        rows: Tensor = self.lm_head(hidden)
+        return rows

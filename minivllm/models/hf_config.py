@@ -1,0 +1,165 @@
+"""Reads `config.json` (through Transformers, so with its defaults) into a `ModelConfig`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from minivllm.config import ModelConfig, RopeConfig
+from minivllm.errors import ConfigError, UnsupportedError
+from minivllm.models.decoder import DecoderModel
+from minivllm.registry import Registry
+
+__all__ = ["as_ids", "check_config", "family_of", "read_config", "read_json"]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ConfigError if it is missing or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; a model directory needs it") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def family_of(values: Mapping[str, Any], models: Registry[type[DecoderModel]], where: Path) -> str:
+    """The one registered class named in `architectures`; UnsupportedError that lists the known ones."""
+    named = values.get("architectures") or []
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
+        raise ConfigError(f"{where}: architectures must name one model class, got {named!r}")
+    if named[0] not in models:
+        raise UnsupportedError(
+            f"{where}: architecture {named[0]!r} is not implemented; known: {', '.join(models)}"
+        )
+    architecture: str = named[0]
+    return architecture
+
+
+def read_config(directory: Path, models: Registry[type[DecoderModel]]) -> ModelConfig:
+    """Read config.json and generation_config.json of a model directory.
+
+    `dtype` is "" when config.json does not name one.
+
+    Raises:
+        ConfigError: missing, malformed or contradictory config.
+        UnsupportedError: unknown architecture, quantised weights, sliding windows, an activation
+            other than silu, partial rotary embedding.
+    """
+    where = directory / "config.json"
+    raw = read_json(where)
+    architecture = family_of(raw, models, where)
+    family = models.get(architecture)
+    if raw.get("model_type") != family.model_type:
+        raise ConfigError(
+            f"{where}: model_type {raw.get('model_type')!r} does not belong to {architecture}, "
+            f"which is {family.model_type!r}"
+        )
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method")
+        raise UnsupportedError(f"{where}: quantised weights ({method!r}) are not implemented")
+    values = _with_defaults(directory)
+    _refuse_unsupported(values, where)
+    generation = directory / "generation_config.json"
+    more_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=values["vocab_size"],
+        hidden_size=values["hidden_size"],
+        intermediate_size=values["intermediate_size"],
+        num_hidden_layers=values["num_hidden_layers"],
+        num_attention_heads=values["num_attention_heads"],
+        num_key_value_heads=values["num_key_value_heads"],
+        head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
+        rms_norm_eps=values["rms_norm_eps"],
+        rope=_rope(values["rope_parameters"], where),
+        max_position_embeddings=values["max_position_embeddings"],
+        tie_word_embeddings=values["tie_word_embeddings"],
+        hidden_act=values["hidden_act"],
+        dtype=str(values.get("dtype") or "").removeprefix("torch."),
+        bos_token_id=values["bos_token_id"],
+        eos_token_ids=as_ids((values["eos_token_id"], more_eos)),
+        **family.config_flags(values),
+    )
+    check_config(config, where)
+    return config
+
+
+def check_config(config: ModelConfig, where: Path) -> None:
+    """Raise ConfigError naming every impossible shape, UnsupportedError for another activation."""
+    problems = [
+        f"{name} must be a positive integer, got {getattr(config, name)!r}"
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        )
+        if not isinstance(getattr(config, name), int) or getattr(config, name) < 1
+    ]
+    if not problems and config.num_attention_heads % config.num_key_value_heads:
+        problems.append(
+            f"num_attention_heads ({config.num_attention_heads}) must be a multiple of "
+            f"num_key_value_heads ({config.num_key_value_heads})"
+        )
+    if problems:
+        raise ConfigError(f"{where}: " + "; ".join(problems))
+    if config.hidden_act != "silu":
+        raise UnsupportedError(f"{where}: hidden_act {config.hidden_act!r} is not implemented; known: silu")
+
+
+def as_ids(values: Iterable[int | list[int] | None]) -> tuple[int, ...]:
+    """Unite ids, lists of ids and None into sorted distinct ids."""
+    ids: set[int] = set()
+    for value in values:
+        ids.update([] if value is None else [value] if isinstance(value, int) else value)
+    return tuple(sorted(ids))
+
+
+def _with_defaults(directory: Path) -> dict[str, Any]:
+    """config.json with the defaults of its Transformers class filled in."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        raise ConfigError(f"{directory / 'config.json'} is not a valid configuration: {error}") from error
+    values: dict[str, Any] = config.to_dict()
+    return values
+
+
+def _refuse_unsupported(values: Mapping[str, Any], where: Path) -> None:
+    other = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
+    if other:
+        raise UnsupportedError(
+            f"{where}: layer_types {other} (sliding_window {values.get('sliding_window')}, "
+            f"use_sliding_window {values.get('use_sliding_window')}) are not implemented; every layer must be full_attention"
+        )
+
+
+def _rope(parameters: Mapping[str, Any], where: Path) -> RopeConfig:
+    """Split `rope_parameters` into kind, theta and the rest."""
+    rest = dict(parameters)
+    kind = rest.pop("rope_type")
+    rest.pop("type", None)  # the older spelling of rope_type, kept beside it by Transformers
+    theta = rest.pop("rope_theta")
+    partial = rest.pop("partial_rotary_factor", None)
+    if partial not in (None, 1, 1.0):
+        raise UnsupportedError(f"{where}: partial_rotary_factor {partial} is not implemented; it must be 1")
+    return RopeConfig(
+        kind=kind,
+        theta=theta,
+        parameters=tuple(
+            (name, tuple(value) if isinstance(value, list) else value) for name, value in sorted(rest.items())
+        ),
+    )

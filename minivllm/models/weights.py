@@ -1,0 +1,89 @@
+"""Strict loading: every tensor of a checkpoint is used or ignorable, every parameter is filled once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minivllm.errors import WeightError
+from minivllm.models.decoder import DecoderModel
+
+__all__ = ["TensorSource", "fill"]
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+#: Tensors that old checkpoints carry but that follow from the config.
+_IGNORABLE = re.compile(r"(model\.layers\.\d+\.self_attn\.|model\.)rotary_emb\.inv_freq")
+
+
+class TensorSource(Protocol):
+    """Named tensors of one checkpoint, read one at a time."""
+
+    #: For messages: the file or directory.
+    where: str
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, without reading any; names as in Transformers."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in the dtype it is stored in."""
+        ...
+
+
+def fill(model: DecoderModel, source: TensorSource) -> None:
+    """Copy a checkpoint into a model's parameters, cast to the model's dtype.
+
+    A tied model whose checkpoint holds a head of its own keeps both if they differ, as
+    Transformers does; one that holds only the head takes the embeddings from it.
+
+    Raises:
+        WeightError: naming every missing and unknown tensor and every wrong shape, before
+            anything is copied; a tensor that is not floating point.
+    """
+    shapes = {name: shape for name, shape in source.shapes().items() if not _IGNORABLE.fullmatch(name)}
+    read_from = {name: name for name in shapes}
+    if model.config.tie_word_embeddings and _HEAD in shapes:
+        if _EMBEDDING not in shapes:
+            read_from[_EMBEDDING] = read_from.pop(_HEAD)
+        elif shapes[_HEAD] == shapes[_EMBEDDING] and torch.equal(source.read(_HEAD), source.read(_EMBEDDING)):
+            del read_from[_HEAD]
+        else:
+            model.untie_lm_head()
+    parameters = dict(model.named_parameters())
+    _check(source.where, {name: shapes[origin] for name, origin in read_from.items()}, parameters)
+    for name, parameter in parameters.items():
+        tensor = source.read(read_from[name])
+        if not tensor.dtype.is_floating_point:
+            raise WeightError(
+                f"{source.where}: {name} is stored as {tensor.dtype}; it must be floating point"
+            )
+        with torch.no_grad():
+            parameter.copy_(tensor)
+
+
+def _check(
+    where: str, found: Mapping[str, tuple[int, ...]], parameters: Mapping[str, torch.nn.Parameter]
+) -> None:
+    problems = []
+    if missing := [name for name in parameters if name not in found]:
+        problems.append(f"missing {_some(missing)}")
+    if unknown := [name for name in found if name not in parameters]:
+        problems.append(f"unknown to the model {_some(unknown)}")
+    problems += [
+        f"{name} has shape {list(found[name])}, the model needs {list(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in found and tuple(found[name]) != tuple(parameter.shape)
+    ]
+    if problems:
+        raise WeightError(f"{where}: " + "; ".join(problems))
+
+
+def _some(names: Sequence[str], limit: int = 10) -> str:
+    shown = ", ".join(sorted(names)[:limit])
+    return f"{len(names)} tensors ({shown}{', …' if len(names) > limit else ''})"
