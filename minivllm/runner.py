@@ -1,0 +1,259 @@
+"""Runs one StepPlan on the model: pack, embed, forward, logits, sample.
+
+All scheduled tokens of a step form one flat batch of rows without padding; the attention backend
+keeps the requests apart. The runner keeps nothing by request: a plan says everything.
+
+Stages a request may ask for (`Request.capture`), and what the result then holds for the rows of
+this step, as numpy arrays (float32, positions int64):
+
+    positions      "positions"       [rows]
+    embeddings     "embeddings"      [rows, hidden]
+    hidden         "hidden.i"        [rows, hidden], after layer i
+    logits         "logits"          [1, vocab], in a step that samples
+    prompt_logits  "prompt_logits"   [prompt rows, vocab]
+    kv             "k.i", "v.i"      [end, kv_heads, head_dim], positions 0 … end - 1 from the cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minivllm.attention.base import AttentionBackend, AttentionMetadata, PlannedAttention
+from minivllm.attention.kv_cache import KVCache
+from minivllm.errors import InvariantError, UnsupportedError
+from minivllm.request import Logprob, SampledToken, ScheduledRequest, StepPlan, StepResult
+
+__all__ = ["CAPTURES", "ModelRunner"]
+
+CAPTURES = ("positions", "embeddings", "hidden", "logits", "prompt_logits", "kv")
+"""Names a request may put in `capture`."""
+
+Stages = dict[str, dict[str, NDArray[np.generic]]]
+
+
+class Decoder(Protocol):
+    """What the runner needs of a model; see `minivllm.models.DecoderModel`."""
+
+    def embed(self, token_ids: Tensor) -> Tensor: ...
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: PlannedAttention,
+        observe: Callable[[str, Tensor], None] | None,
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class TokenSampler(Protocol):
+    """What the runner needs of a sampler; see `minivllm.sampling.Sampler`."""
+
+    def sample(self, logits: Tensor, rows: Sequence[ScheduledRequest]) -> list[SampledToken | str]: ...
+
+    def prompt_logprobs(
+        self, logits: Tensor, next_ids: Sequence[int], top: int
+    ) -> list[dict[int, Logprob]]: ...
+
+
+class ModelRunner:
+    """Turns plans into results.
+
+    Args:
+        model: the decoder, loaded.
+        kv_cache: its KV cache, of the model's dtype.
+        backend: attention over that cache.
+        sampler: chooses tokens from logits.
+        device: where model and cache live.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: KVCache,
+        backend: AttentionBackend,
+        sampler: TokenSampler,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._cache = kv_cache
+        self._backend = backend
+        self._sampler = sampler
+        self._device = device
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step.
+
+        A request whose numbers are not finite is named in `failures` and gets no token; the
+        others are not touched by it.
+
+        Raises:
+            UnsupportedError: the plan swaps blocks.
+            InvariantError: the plan contradicts itself.
+        """
+        if plan.swap_out or plan.swap_in:
+            raise UnsupportedError("swapping KV blocks to host memory is not implemented; use recompute")
+        self._cache.copy(plan.copies)
+        if not plan.requests:
+            return StepResult(samples={})
+        batch = _Batch(plan.requests, self._device)
+        attention = self._backend.plan(AttentionMetadata.from_requests(plan.requests, self._cache))
+        stages: Stages = {r.request_id: {} for r in plan.requests if r.request.capture}
+
+        embeddings = self._model.embed(batch.token_ids)
+        batch.record(stages, "positions", "positions", batch.positions)
+        batch.record(stages, "embeddings", "embeddings", embeddings)
+        hidden = self._model.forward(
+            embeddings,
+            batch.positions,
+            attention,
+            lambda name, rows: batch.record(stages, "hidden", name, rows),
+        )
+        failures = batch.not_finite(hidden)
+        samples, prompt_logprobs = self._read_logits(batch, hidden, stages, failures)
+        for r in plan.requests:
+            if "kv" in r.request.capture:
+                for layer, (k, v) in enumerate(self.read_kv(r.block_table, r.end)):
+                    stages[r.request_id][f"k.{layer}"] = _to_numpy(k)
+                    stages[r.request_id][f"v.{layer}"] = _to_numpy(v)
+        return StepResult(samples=samples, prompt_logprobs=prompt_logprobs, stages=stages, failures=failures)
+
+    @torch.inference_mode()
+    def read_kv(self, block_table: Sequence[int], num_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Per layer k and v of a sequence in logical order, each [num_tokens, kv_heads, head_dim]."""
+        return self._cache.read(block_table, num_tokens)
+
+    @torch.inference_mode()
+    def poison(self, blocks: Sequence[int], partial: Mapping[int, int]) -> int:
+        """Fill unused slots with NaN; see `KVCache.poison`. Returns the number of slots filled."""
+        return self._cache.poison(blocks, partial)
+
+    def _read_logits(
+        self, batch: _Batch, hidden: Tensor, stages: Stages, failures: dict[str, str]
+    ) -> tuple[dict[str, SampledToken], dict[str, list[dict[int, Logprob]]]]:
+        """Logits of the rows that need them, in one product, and what follows from them.
+
+        Adds to `stages` and `failures`.
+        """
+        wanted = {i: _logit_rows(r) for i, r in enumerate(batch.requests)}
+        rows = [batch.first_row[i] + offset for i, offsets in wanted.items() for offset in offsets]
+        if not rows:
+            return {}, {}
+        logits = self._model.logits(hidden[torch.tensor(rows, device=self._device)]).to(torch.float32)
+        place = {row: index for index, row in enumerate(rows)}
+
+        sampling: list[tuple[ScheduledRequest, int]] = []
+        prompt_logprobs: dict[str, list[dict[int, Logprob]]] = {}
+        for i, r in enumerate(batch.requests):
+            if not wanted[i]:
+                continue
+            prompt = [place[batch.first_row[i] + offset] for offset in _prompt_rows(r)]
+            last = place.get(batch.first_row[i] + r.num_tokens - 1)
+            if r.sample and last is None:
+                raise InvariantError(f"request {r.request_id!r} samples, yet its last row has no logits")
+            mine = [*prompt, last] if last is not None else prompt
+            if r.request_id not in failures and not bool(torch.isfinite(logits[mine]).all()):
+                failures[r.request_id] = f"logits are not finite (NaN or infinite) before position {r.end}"
+            if "prompt_logits" in r.request.capture and prompt:
+                stages[r.request_id]["prompt_logits"] = _to_numpy(logits[prompt])
+            if r.sample and last is not None:
+                if "logits" in r.request.capture:
+                    stages[r.request_id]["logits"] = _to_numpy(logits[last : last + 1])
+                sampling.append((r, last))
+            if r.request_id in failures:
+                continue
+            next_ids = r.tokens[r.start + 1 : min(r.end + 1, r.num_prompt_tokens)]
+            if r.sampling.prompt_logprobs is not None and next_ids:
+                prompt_logprobs[r.request_id] = self._sampler.prompt_logprobs(
+                    logits[prompt[: len(next_ids)]], next_ids, r.sampling.prompt_logprobs
+                )
+        return self._sample(logits, sampling, failures), prompt_logprobs
+
+    def _sample(
+        self, logits: Tensor, sampling: list[tuple[ScheduledRequest, int]], failures: dict[str, str]
+    ) -> dict[str, SampledToken]:
+        """Draw a token for each healthy request; the sampler's refusals join `failures`."""
+        healthy = [(r, row) for r, row in sampling if r.request_id not in failures]
+        if not healthy:
+            return {}
+        requests = [r for r, _ in healthy]
+        drawn = self._sampler.sample(logits[[row for _, row in healthy]], requests)
+        samples: dict[str, SampledToken] = {}
+        for r, token in zip(requests, drawn, strict=True):
+            if isinstance(token, str):
+                failures[r.request_id] = token
+            else:
+                samples[r.request_id] = token
+        return samples
+
+
+class _Batch:
+    """The packed rows of one step."""
+
+    def __init__(self, requests: Sequence[ScheduledRequest], device: torch.device) -> None:
+        self.requests = requests
+        self.first_row: list[int] = []
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for r in requests:
+            self.first_row.append(len(token_ids))
+            token_ids += r.tokens[r.start : r.end]
+            positions += range(r.start, r.end)
+        if len(token_ids) != sum(r.num_tokens for r in requests):
+            raise InvariantError("the plan schedules tokens that are not known yet")
+        self.token_ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
+        self.positions = torch.tensor(positions, dtype=torch.int64, device=device)
+
+    def per_request(self, rows: Tensor) -> Iterator[tuple[ScheduledRequest, Tensor]]:
+        for r, first in zip(self.requests, self.first_row, strict=True):
+            yield r, rows[first : first + r.num_tokens]
+
+    def record(self, stages: Stages, capture: str, name: str, rows: Tensor) -> None:
+        """Keep a copy of each request's rows under `name`, where it asked for `capture`."""
+        for r, mine in self.per_request(rows) if stages else ():
+            if capture in r.request.capture:
+                stages[r.request_id][name] = _to_numpy(mine)
+
+    def not_finite(self, hidden: Tensor) -> dict[str, str]:
+        """Request id → message for requests with a row that is not finite.
+
+        Checked at every step, not only before sampling: blocks of such a request must not enter
+        the prefix cache.
+        """
+        finite = torch.isfinite(hidden).all(dim=-1)
+        if bool(finite.all()):
+            return {}
+        failures = {}
+        for r, mine in self.per_request(finite):
+            if not bool(mine.all()):
+                position = r.start + int((~mine).nonzero()[0])
+                failures[r.request_id] = (
+                    f"hidden state is not finite (NaN or infinite) at position {position}"
+                )
+        return failures
+
+
+def _prompt_rows(r: ScheduledRequest) -> range:
+    """Offsets of the rows at prompt positions whose logits are asked for."""
+    asked = r.sampling.prompt_logprobs is not None or "prompt_logits" in r.request.capture
+    return range(max(0, min(r.num_tokens, r.num_prompt_tokens - r.start)) if asked else 0)
+
+
+def _logit_rows(r: ScheduledRequest) -> list[int]:
+    """Offsets of all rows of a request that need logits, ascending."""
+    return sorted({*_prompt_rows(r), *([r.num_tokens - 1] if r.sample else [])})
+
+
+def _to_numpy(rows: Tensor) -> NDArray[np.generic]:
+    """A copy on the host: integers as they are, everything else as float32 (exact from bfloat16)."""
+    wide = rows if rows.dtype == torch.int64 else rows.to(torch.float32)
+    array: NDArray[np.generic] = wide.to("cpu", copy=True).numpy()
+    return array
