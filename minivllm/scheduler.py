@@ -11,16 +11,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from minivllm.admission import check_capacity, check_prompt, most_tokens
 from minivllm.cache import BlockManager
-from minivllm.errors import (
-    CapacityError,
-    ConfigError,
-    DuplicateRequest,
-    InvariantError,
-    PromptTooLong,
-    RequestError,
-    UnknownRequest,
-)
+from minivllm.errors import ConfigError, DuplicateRequest, InvariantError, UnknownRequest
 from minivllm.request import (
     FinishReason,
     Request,
@@ -145,7 +138,13 @@ class Scheduler:
             CapacityError: it could outgrow the whole pool, so it might never finish.
             RequestError: the prompt is empty, or the object has been served already.
         """
-        self._check_new(request)
+        if request.request_id in self._requests:
+            raise DuplicateRequest(
+                f"request id {request.request_id!r} is in use by a live request; choose another"
+            )
+        max_chunk = None if self.enable_chunked_prefill else self.max_num_batched_tokens
+        check_prompt(request, self.max_model_len, max_chunk)
+        check_capacity(request, self.max_model_len, self.block_manager)
         self._requests[request.request_id] = request
         if self.policy == "priority":
             ticket: Ticket = (request.priority, request.arrival, self._num_added)
@@ -363,7 +362,7 @@ class Scheduler:
             if token_id in sampling.stop_token_ids:
                 self._finish(request, FinishReason.STOP, token_id)
                 return
-        if request.num_tokens >= self._most_tokens(request):
+        if request.num_tokens >= most_tokens(request, self.max_model_len):
             self._finish(request, FinishReason.LENGTH, None)
 
     def _finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
@@ -395,51 +394,6 @@ class Scheduler:
         if request is None:
             raise UnknownRequest(f"no live request has the id {request_id!r}")
         return request
-
-    def _most_tokens(self, request: Request) -> int:
-        """Prompt plus the most tokens the request may generate."""
-        most = min(request.max_total_tokens, self.max_model_len)
-        if request.sampling.max_tokens is not None:
-            most = min(most, request.num_prompt_tokens + request.sampling.max_tokens)
-        return most
-
-    def _check_new(self, request: Request) -> None:
-        name, prompt = request.request_id, request.num_prompt_tokens
-        if name in self._requests:
-            raise DuplicateRequest(f"request id {name!r} is in use by a live request; choose another")
-        if request.status is not RequestStatus.WAITING or request.num_tokens != prompt:
-            raise RequestError(f"request {name!r} has been served already; make a new Request")
-        if prompt < 1:
-            raise RequestError(f"request {name!r} has an empty prompt; give at least one token")
-        limit = min(self.max_model_len, request.max_total_tokens)
-        if prompt >= limit:
-            raise PromptTooLong(
-                f"the prompt of request {name!r} has {prompt} tokens, but at most {limit - 1} leave room for"
-                f" one generated token (max_model_len {limit}); shorten it or raise max_model_len"
-            )
-        if not self.enable_chunked_prefill and prompt > self.max_num_batched_tokens:
-            raise PromptTooLong(
-                f"the prompt of request {name!r} has {prompt} tokens, more than max_num_batched_tokens"
-                f" {self.max_num_batched_tokens}, and enable_chunked_prefill is off; turn it on or raise"
-                " max_num_batched_tokens"
-            )
-        self._check_capacity(request)
-
-    def _check_capacity(self, request: Request) -> None:
-        """The KV of the last generated token is never needed, so T - 1 tokens must fit."""
-        manager = self.block_manager
-        most = self._most_tokens(request)
-        needed, total = manager.num_blocks_for(most - 1), manager.counts().total
-        if needed <= total:
-            return
-        prompt = request.num_prompt_tokens
-        room = total * manager.block_size + 1 - prompt
-        lower = f"lower max_tokens to at most {room} or " if room >= 1 else ""
-        raise CapacityError(
-            f"request {request.request_id!r} can need {needed} KV blocks ({prompt} prompt tokens and up to"
-            f" {most - prompt} generated ones, block size {manager.block_size}), but the whole pool has"
-            f" {total}; {lower}raise num_kv_blocks to at least {needed + 1}"
-        )
 
     def _is_current(self, scheduled: ScheduledRequest) -> bool:
         request = scheduled.request
