@@ -11,6 +11,7 @@ from minivllm.config import ModelConfig
 from minivllm.errors import ConfigError
 from minivllm.layers.ops import Ops
 from minivllm.models.decoder import DecoderModel
+from minivllm.models.gguf_file import GGUFSource
 from minivllm.models.hf_config import read_config
 from minivllm.models.safetensors_dir import SafetensorsSource
 from minivllm.models.weights import TensorSource, fill
@@ -66,6 +67,9 @@ def _open(path: Path) -> tuple[ModelConfig, TensorSource]:
         config = read_config(path, MODELS)
         source = SafetensorsSource(path)
         return (config if config.dtype else replace(config, dtype=source.stored_dtype())), source
+    if path.is_file() and path.suffix == ".gguf":
+        file = GGUFSource(path, MODELS)
+        return file.config, file
     if not path.exists():
         raise ConfigError(f"model {str(path)!r} does not exist; give a directory or a .gguf file")
     raise ConfigError(f"model {str(path)!r} is neither a directory nor a .gguf file")

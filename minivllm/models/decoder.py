@@ -175,7 +175,7 @@ class DecoderModel(nn.Module):
     def use_ops(self, ops: Ops) -> None:
         """Compute with other ops from now on; the weights stay."""
         for module in self.modules():
-            if hasattr(module, "ops"):
+            if isinstance(module, DecoderModel | Linear | RMSNorm | MLP):
                 module.ops = ops
 
     def untie_lm_head(self) -> None:

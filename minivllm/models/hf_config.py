@@ -52,6 +52,8 @@ def read_config(directory: Path, models: Registry[type[DecoderModel]]) -> ModelC
             other than silu, partial rotary embedding.
     """
     where = directory / "config.json"
+    if not where.exists() and (files := sorted(p.name for p in directory.glob("*.gguf"))):
+        raise ConfigError(f"{directory} has no config.json but GGUF files {files}: give the file itself")
     raw = read_json(where)
     architecture = family_of(raw, models, where)
     family = models.get(architecture)
@@ -143,7 +145,8 @@ def _refuse_unsupported(values: Mapping[str, Any], where: Path) -> None:
     if other:
         raise UnsupportedError(
             f"{where}: layer_types {other} (sliding_window {values.get('sliding_window')}, "
-            f"use_sliding_window {values.get('use_sliding_window')}) are not implemented; every layer must be full_attention"
+            f"use_sliding_window {values.get('use_sliding_window')}) are not implemented; "
+            "every layer must be full_attention"
         )
 
 

@@ -1,0 +1,157 @@
+"""The tokenizer of a model: Transformers' own, with the rules for special tokens and templates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import BadParameter, ConfigError, UnsupportedError
+from minivllm.models.hf_config import as_ids, read_json
+
+__all__ = ["Message", "Tokenizer", "load_tokenizer"]
+
+#: One turn of a conversation, as chat templates expect it: {"role": …, "content": …}.
+Message = Mapping[str, Any]
+
+#: Files of which a model directory with a tokenizer has at least one.
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        hf: the Transformers tokenizer, for whatever is not covered here.
+        eos_token_ids: every id that ends a generation, of generation_config.json, config.json and
+            the tokenizer, sorted.
+    """
+
+    def __init__(self, hf: Any, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self.hf = hf
+        self.eos_token_ids = as_ids((list(eos_token_ids), hf.eos_token_id))
+
+    def __len__(self) -> int:
+        """Number of tokens, added ones included; the model's vocab_size may be larger."""
+        return len(self.hf)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that starts a sequence, if there is one."""
+        value: int | None = self.hf.bos_token_id
+        return value
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that `decode(…, skip_special_tokens=True)` leaves out."""
+        return frozenset(self.hf.all_special_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens the tokenizer adds (such as BOS)."""
+        ids: list[int] = self.hf(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids, without cleaning up spaces."""
+        text: str = self.hf.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token alone, special tokens included."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        Args:
+            messages: turns, oldest first.
+            chat_template: a Jinja template instead of the model's own.
+            add_generation_prompt: end with the header of the assistant's turn.
+            variables: further variables of the template, such as enable_thinking.
+
+        Raises:
+            UnsupportedError: neither the model nor the caller has a template.
+            BadParameter: no messages, or the template refuses them.
+        """
+        from jinja2 import TemplateError
+
+        if not messages:
+            raise BadParameter("a chat needs at least one message, got none")
+        for message in messages:
+            if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+                raise BadParameter(f"a message needs role and content, got {message!r}")
+        if chat_template is None and not self.hf.chat_template:
+            raise UnsupportedError(
+                "this model's tokenizer has no chat template: give chat_template, or a prompt as text"
+            )
+        try:
+            text: str = self.hf.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **variables,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise BadParameter(f"the chat template refuses these messages: {error}") from error
+        return text
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation; arguments and errors as `render_chat`.
+
+        The template writes the special tokens itself, so none are added: no doubled BOS.
+        """
+        text = self.render_chat(
+            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt, **variables
+        )
+        return self.encode(text, add_special_tokens=False)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer | None:
+    """The tokenizer of a model directory or a .gguf file, without network access.
+
+    Returns:
+        None if the directory holds no tokenizer: such a model takes token ids only.
+
+    Raises:
+        ConfigError: no such path, or files that Transformers cannot load.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(path)
+    if path.is_dir():
+        if not any((path / name).exists() for name in _FILES):
+            return None
+        where, options = path, {}
+        eos = [read_json(path / name).get("eos_token_id") for name in _eos_files(path)]
+    elif path.is_file():
+        where, options, eos = path.parent, {"gguf_file": path.name}, []
+    else:
+        raise ConfigError(f"model {str(path)!r} does not exist; give a directory or a .gguf file")
+    try:
+        hf = AutoTokenizer.from_pretrained(
+            str(where), local_files_only=True, trust_remote_code=False, **options
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise ConfigError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+    return Tokenizer(hf, as_ids(eos))
+
+
+def _eos_files(directory: Path) -> list[str]:
+    return [name for name in ("config.json", "generation_config.json") if (directory / name).exists()]
