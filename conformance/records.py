@@ -78,7 +78,11 @@ class GoldenRecord:
         output: logits that chose each generated token; row i chose token_ids[i].
         prompt: logits at prompt positions, when prompt logprobs are asked; row i predicts
             prompt token i + 1.
-        stages: stage name → array, for traced cases.
+        stages: stage name → array, for traced cases: "positions" [n], "embeddings" [n, hidden],
+            "hidden.i" after layer i, "final" after the last norm, "k.i" and "v.i" [n, kv heads,
+            head_dim], "logits" [generated, vocab]; n = prompt + generated - 1 positions.
+        stage_bands: stage name → error of correct full forward passes in the record's dtype
+            (largest of eager and sdpa) against the truth, over all values of the stage.
     """
 
     schema: int
@@ -98,3 +102,4 @@ class GoldenRecord:
     yardstick: Yardstick
     prompt: LogitTable | None = None
     stages: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    stage_bands: Mapping[str, ArmError] = field(default_factory=dict)

@@ -173,7 +173,6 @@ def _tensors_name(name: str) -> str:
 
 
 def _to_plain(record: GoldenRecord) -> dict[str, Any]:
-    arms = {name: {"rms": arm.rms, "max": arm.max} for name, arm in record.yardstick.arms.items()}
     return {
         "schema": record.schema,
         "edition": record.edition,
@@ -188,8 +187,9 @@ def _to_plain(record: GoldenRecord) -> dict[str, Any]:
         "text": record.text,
         "finish_reason": record.finish_reason,
         "stop_reason": record.stop_reason,
-        "yardstick": arms,
+        "yardstick": _plain_errors(record.yardstick.arms),
         "stages": sorted(record.stages),
+        "stage_bands": _plain_errors(record.stage_bands),
     }
 
 
@@ -222,10 +222,11 @@ def _from_plain(name: str, values: Any, arrays: Mapping[str, NDArray[Any]]) -> G
             | {
                 "prompt_token_ids": tuple(values["prompt_token_ids"]),
                 "token_ids": tuple(values["token_ids"]),
-                "yardstick": Yardstick({arm: ArmError(**e) for arm, e in values["yardstick"].items()}),
+                "yardstick": Yardstick(_errors(values["yardstick"])),
                 "output": _table(arrays, "output"),
                 "prompt": _table(arrays, "prompt") if "prompt" in tables else None,
                 "stages": {stage: arrays[f"stage.{stage}"] for stage in values["stages"]},
+                "stage_bands": _errors(values["stage_bands"]),
             }
         )
     except (AttributeError, TypeError) as error:
@@ -235,6 +236,14 @@ def _from_plain(name: str, values: Any, arrays: Mapping[str, NDArray[Any]]) -> G
     except RecordError as error:
         raise CorruptedRecord(f"corrupted: golden/{name}: {error}") from error
     return record
+
+
+def _plain_errors(errors: Mapping[str, ArmError]) -> dict[str, dict[str, float]]:
+    return {name: {"rms": error.rms, "max": error.max} for name, error in sorted(errors.items())}
+
+
+def _errors(values: Mapping[str, Mapping[str, float]]) -> dict[str, ArmError]:
+    return {name: ArmError(**error) for name, error in values.items()}
 
 
 def _table(arrays: Mapping[str, NDArray[Any]], name: str) -> LogitTable:
@@ -258,6 +267,8 @@ def _check(record: GoldenRecord) -> None:
         problems.append("model or dtype is not that of its request")
     if not record.yardstick.arms:
         problems.append("yardstick has no arms")
+    if not set(record.stage_bands) <= set(record.stages):
+        problems.append("stage_bands name stages that are not recorded")
     if not record.provenance.get("weights_sha256"):
         problems.append("provenance names no weights_sha256")
     problems += _table_problems("output", record.output, len(record.token_ids))
