@@ -42,6 +42,11 @@ class Tokenizer:
         return value
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether the model brings a chat template of its own."""
+        return bool(self.hf.chat_template)
+
+    @property
     def special_token_ids(self) -> frozenset[int]:
         """Ids that `decode(…, skip_special_tokens=True)` leaves out."""
         return frozenset(self.hf.all_special_ids)
