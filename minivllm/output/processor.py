@@ -53,10 +53,11 @@ class OutputProcessor:
     def process(self, changed: Sequence[Request], result: StepResult) -> list[RequestOutput]:
         """Outputs of the requests that got a token, finished or failed in this step."""
         for request_id, entries in result.prompt_logprobs.items():
-            generation = self._get(request_id)
-            generation.add_prompt_logprobs(
-                [self._with_text(e, generation) for e in entries], done=request_id in result.samples
-            )
+            generation = self._live.get(request_id)
+            if generation is not None:  # else it was aborted since the step was planned
+                generation.add_prompt_logprobs(
+                    [self._with_text(e, generation) for e in entries], done=request_id in result.samples
+                )
         return [self._process_one(request, result.samples.get(request.request_id)) for request in changed]
 
     def abort(self, request: Request) -> RequestOutput:

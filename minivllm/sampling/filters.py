@@ -42,7 +42,8 @@ def filter_tokens(
     the remaining probability reaches top_p.
     """
     # Relative to the maximum, so that any temperature is safe: the largest weight is exactly 1.
-    weights = np.exp((logits - logits.max()) / sampling.temperature)
+    with np.errstate(over="ignore"):  # beyond the range the quotient is -inf and the weight 0, rightly
+        weights = np.exp((logits - logits.max()) / sampling.temperature)
     ids: NDArray[np.intp] = np.arange(len(logits))
     if sampling.min_p > 0:
         ids = np.flatnonzero(weights >= sampling.min_p)

@@ -46,7 +46,8 @@ def adjust(logits: NDArray[np.float64], row: ScheduledRequest) -> None:
         seen = np.unique(np.array(row.tokens[:], dtype=np.intp))
         values = logits[seen]
         penalty = sampling.repetition_penalty
-        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        with np.errstate(over="ignore"):  # an infinite logit is refused by the sampler, by name
+            logits[seen] = np.where(values > 0, values / penalty, values * penalty)
     if output and (sampling.frequency_penalty or sampling.presence_penalty):
         generated, counts = np.unique(np.array(output, dtype=np.intp), return_counts=True)
         logits[generated] -= sampling.frequency_penalty * counts + sampling.presence_penalty
