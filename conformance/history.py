@@ -48,6 +48,7 @@ class RequestRun:
         output_rows: one LogitRow per generated position, for engines with stages.
         prompt_rows: one per prompt position when prompt logits were captured.
         kv_digests: SHA-256 of K and V per layer over all computed positions when it last ran.
+        stages: stage name → rows (nested lists), only those that a traced golden holds too.
         refused: the error at submission.
     """
 
@@ -62,6 +63,7 @@ class RequestRun:
     output_rows: tuple[LogitRow, ...] = ()
     prompt_rows: tuple[LogitRow, ...] = ()
     kv_digests: tuple[str, ...] = ()
+    stages: Mapping[str, Any] = field(default_factory=dict)
     refused: EngineError | None = None
 
 

@@ -1,0 +1,425 @@
+"""same_under: the same request under another configuration answers the same.
+
+Needs no golden: where the engine promises bits, bits are compared; else the golden's yardstick
+bounds the difference; else tokens alone are compared, which is WEAK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from conformance.checks.arguments import AXES, arm_names
+from conformance.checks.case import BAND, Case, CheckInputError
+from conformance.checks.events import chunked_requests, scheduled
+from conformance.checks.logits import MIN_POSITIONS, logprob_band
+from conformance.checks.tokens import judge_id
+from conformance.history import LogitRow, Pass, RequestRun
+from conformance.records import GoldenRecord
+from conformance.verdicts import Finding, Verdict
+
+__all__ = ["same_under"]
+
+CHECK = "same_under"
+
+#: What an engine needs before an arm can be asked of it: features, and options it honours.
+_NEEDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "chunk": (("chunked_prefill",), ("max_num_batched_tokens",)),
+    "block_size": (("block_size",), ("block_size",)),
+    "batch": ((), ()),
+    "prefix_cache": (("prefix_cache",), ("enable_prefix_caching",)),
+    "preempt": (("stepped", "preempt"), ()),
+    "backend": ((), ("attention_backend",)),
+    "threads": ((), ("threads",)),
+    "poison": (("stepped", "poison"), ()),
+    "order": ((), ()),
+}
+
+
+def same_under(case: Case, args: Any) -> list[Finding]:
+    """{axis: [values], …}: compare every arm's pass with the free pass, request by request.
+
+    A missing arm, or one that did not do what it claims (no prompt split, nobody preempted), is
+    an ERROR: agreement with it would prove nothing.
+    """
+    names = case.golden_requests(args["requests"]) if "requests" in args else _comparable(case)
+    if not names:
+        raise CheckInputError("no request that runs to its end")
+    findings: list[Finding] = []
+    for arm in [*arm_names(args), *_every_preemption(case, args)]:
+        axis, _, value = arm.partition("=")
+        one = case.history.find(arm)
+        if one is None:
+            findings.append(_missing(case, arm, axis, value))
+            continue
+        if one.error is not None:
+            findings.append(_broken(case, one))
+            continue
+        problem = _not_fired(case, one, axis, value, names)
+        if problem is not None:
+            findings.append(Finding(Verdict.ERROR, CHECK, None, f"arm {arm}: {problem}"))
+            continue
+        findings += [_compare(case, one, name) for name in names]
+    return findings
+
+
+def _comparable(case: Case) -> list[str]:
+    """Requests that run to their end: an abort hits another token in every arm."""
+    unlike = case.error_expected() | case.aborted()
+    return [name for name in case.free.requests if name not in unlike]
+
+
+def _every_preemption(case: Case, args: Mapping[str, Any]) -> list[str]:
+    """Arms of `preempt: every`: as many as steps that left a request of the scenario alive."""
+    values = args.get("preempt")
+    if values != "every" and not (isinstance(values, Sequence) and "every" in values):
+        return []
+    axis_values = {str(v) for v in values} if not isinstance(values, str) else set()
+    given = [
+        p.name
+        for p in case.history.passes
+        if p.name.startswith("preempt=") and p.name.partition("=")[2] not in axis_values
+    ]
+    needed = _steps_left_alive(case.free) if case.has("traced") else 1
+    if case.has("preempt") and case.has("stepped") and len(given) < max(1, needed):
+        raise CheckInputError(f"preempt: every needs {max(1, needed)} arms, the history has {len(given)}")
+    return given or ["preempt=every"]
+
+
+def _steps_left_alive(one: Pass) -> int:
+    live: set[str] = set()
+    alive_after: set[str] | None = None
+    count = 0
+    for e in one.events:
+        kind, name = e.get("event"), e.get("request_id")
+        if kind == "submitted" and name in one.requests:
+            live.add(str(name))
+        elif kind in ("finished", "aborted", "failed"):
+            live.discard(str(name))
+            if alive_after is not None:
+                alive_after.discard(str(name))
+        elif kind == "planned":
+            count += bool(alive_after)
+            alive_after = set(live)
+    return count + bool(alive_after)
+
+
+def _missing(case: Case, arm: str, axis: str, value: str) -> Finding:
+    features, options = _NEEDS[axis]
+    if axis == "batch" and value in ("late", "aborted_neighbour"):
+        features = (*features, "stepped")
+    lacking = [case.why_missing(f) for f in features if not case.has(f)]
+    honoured = case.history.capabilities.options
+    lacking += [f"the option {o} is not honoured" for o in options if o not in honoured]
+    if lacking:
+        return Finding(Verdict.SKIP, CHECK, None, f"arm {arm}: {'; '.join(lacking)}")
+    return Finding(Verdict.ERROR, CHECK, None, f"arm {arm} is missing from the history")
+
+
+def _broken(case: Case, one: Pass) -> Finding:
+    assert one.error is not None
+    message = f"arm {one.name}: {one.error.type}: {one.error.message}"
+    if one.error.type == "ArmNotFired":
+        return Finding(Verdict.ERROR, CHECK, None, message)
+    if "" in case.error_expected():
+        return Finding(Verdict.ERROR, CHECK, None, f"{message} (an arm cannot be compared)")
+    return case.fail(CHECK, None, message)
+
+
+# ---- did the arm do what it claims? -------------------------------------------------------------
+
+
+def _not_fired(case: Case, one: Pass, axis: str, value: str, names: Sequence[str]) -> str | None:
+    claim = _CLAIMS.get(axis)
+    return claim(case, one, value, names) if claim is not None else None
+
+
+def _claim_preempt(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:  # noqa: ARG001
+    told = {str(e["request_id"]) for e in one.events if e.get("event") == "preempted"}
+    counted = {n for n, r in one.requests.items() if r.output is not None and r.output.num_preemptions}
+    hit = told if case.has("traced") else counted
+    return None if hit & set(names) else f"none of {list(names)} was preempted"
+
+
+def _claim_chunk(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:
+    if not case.has("traced"):
+        return _claim_option("max_num_batched_tokens")(case, one, value, names)
+    limit = int(value)
+    largest = max((sum(size for *_, size in step) for step in scheduled(one)), default=0)
+    if largest > limit:
+        return f"a step had {largest} tokens, the budget is {limit}"
+    split = chunked_requests(one)
+    computed = {name for step in scheduled(one) for name, *_ in step}
+    long = {
+        str(e["request_id"])
+        for e in one.events
+        if e.get("event") == "submitted" and int(e["num_prompt_tokens"]) > limit
+    }
+    hits = {str(e["request_id"]) for e in one.events if e.get("event") == "prefix_hit"}
+    whole = (long & computed & set(names)) - split - hits
+    return f"the prompts of {sorted(whole)} exceed {limit} tokens but were not split" if whole else None
+
+
+def _claim_option(option: str) -> Callable[[Case, Pass, str, Sequence[str]], str | None]:
+    def claim(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:  # noqa: ARG001
+        got = one.options.get(option)
+        return None if str(got) == value else f"it ran with {option}={got!r}, not {value}"
+
+    return claim
+
+
+def _claim_prefix_cache(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:
+    reused = {
+        n
+        for n in names
+        if (run := one.requests.get(n)) and run.output is not None and (run.output.num_cached_tokens or 0) > 0
+    }
+    if value == "off" and reused:
+        return f"{sorted(reused)} reused cached tokens with the cache off"
+    if value == "hit" and not reused:
+        return f"none of {list(names)} reused a cached token"
+    return _claim_option("enable_prefix_caching")(case, one, str(value != "off"), names)
+
+
+def _claim_batch(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:
+    if not case.has("traced"):
+        return None
+    shared = [step for step in scheduled(one) if len(step) > 1 and any(n in names for n, *_ in step)]
+    if value == "alone":
+        return "a step held more than one request" if shared else None
+    return None if shared else "no step held a compared request beside another one"
+
+
+def _claim_poison(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:  # noqa: ARG001
+    outcomes = [o.outcome for o in one.operations if isinstance(o.outcome, Mapping)]
+    slots = sum(int(o.get("poisoned") or 0) for o in outcomes)
+    return None if slots else "no slot was poisoned"
+
+
+_CLAIMS: Mapping[str, Callable[[Case, Pass, str, Sequence[str]], str | None]] = {
+    "chunk": _claim_chunk,
+    "block_size": _claim_option("block_size"),
+    "batch": _claim_batch,
+    "prefix_cache": _claim_prefix_cache,
+    "preempt": _claim_preempt,
+    "backend": _claim_option("attention_backend"),
+    "threads": _claim_option("threads"),
+    "poison": _claim_poison,
+}
+assert set(_CLAIMS) | {"order"} == set(AXES)
+
+
+# ---- comparison ---------------------------------------------------------------------------------
+
+
+def _compare(case: Case, arm: Pass, name: str) -> Finding:
+    base = case.run_of(name)
+    if name not in arm.requests:
+        return Finding(Verdict.ERROR, CHECK, name, f"arm {arm.name} has no request {name!r}")
+    other = arm.requests[name]
+    for pass_name, run in (("free", base), (arm.name, other)):
+        if run.output is None or run.output.error is not None or run.refused is not None:
+            return case.fail(CHECK, name, f"pass {pass_name!r}: it was not served, so nothing compares")
+    assert base.output is not None
+    assert other.output is not None
+    if base.output.prompt_token_ids != other.output.prompt_token_ids:
+        return case.fail(CHECK, name, f"arm {arm.name}: the prompt ids differ", saw="tokens")
+    bitwise = case.has("bitwise") and all(p.options.get("batch_invariant") is True for p in (case.free, arm))
+    if bitwise:
+        return _compare_bits(case, arm, base, other)
+    return _compare_band(case, arm, base, other)
+
+
+def _answer_problem(base: RequestRun, other: RequestRun) -> tuple[str, int | None] | None:
+    """First difference of what the user sees, with its position."""
+    a, b = base.output, other.output
+    assert a is not None
+    assert b is not None
+    if a.token_ids is not None and b.token_ids is not None and a.token_ids != b.token_ids:
+        at = _first_difference(a.token_ids, b.token_ids)
+        mine, theirs = list(a.token_ids[at : at + 3]), list(b.token_ids[at : at + 3])
+        return f"tokens differ from position {at}: {mine} and {theirs}", at
+    for what in ("text", "finish_reason", "stop_reason"):
+        if getattr(a, what) != getattr(b, what):
+            return f"{what} differs: {getattr(a, what)!r} and {getattr(b, what)!r}", None
+    return None
+
+
+def _compare_bits(case: Case, arm: Pass, base: RequestRun, other: RequestRun) -> Finding:
+    name = base.request_id
+    problem = _answer_problem(base, other)
+    if problem is not None:
+        return case.fail(
+            CHECK,
+            name,
+            f"arm {arm.name}: {problem[0]}",
+            position=problem[1],
+            saw="bits",
+            detail={"mode": "bits"},
+        )
+    a, b = base.output, other.output
+    assert a is not None
+    assert b is not None
+    for what in ("logprobs", "prompt_logprobs"):
+        if repr(getattr(a, what)) != repr(getattr(b, what)):  # repr tells every bit, and NaN from NaN
+            return case.fail(
+                CHECK, name, f"arm {arm.name}: {what} differ", saw="bits", detail={"mode": "bits"}
+            )
+    if case.has("stages") and not (base.output_rows and other.output_rows):
+        return Finding(Verdict.ERROR, CHECK, name, f"arm {arm.name}: logits were not captured in both passes")
+    compared = 0
+    for what, mine, theirs in (
+        ("logits", [r.digest for r in base.output_rows], [r.digest for r in other.output_rows]),
+        ("prompt logits", [r.digest for r in base.prompt_rows], [r.digest for r in other.prompt_rows]),
+        ("KV cache", list(base.kv_digests), list(other.kv_digests)),
+    ):
+        if not mine and not theirs:
+            continue
+        if mine != theirs:
+            at = _first_difference(mine, theirs)
+            where = f"layer {at // 2} {'KV'[at % 2]}" if what == "KV cache" else f"position {at}"
+            return case.fail(
+                CHECK,
+                name,
+                f"arm {arm.name}: bits of the {what} differ at {where}{_distance(what, at, base, other)}",
+                position=at if what == "logits" else None,
+                saw="bits",
+                detail={"mode": "bits", "what": what, "at": at},
+            )
+        compared += len(mine)
+    if not compared:
+        return Finding(
+            Verdict.WEAK, CHECK, name, f"arm {arm.name}: same tokens; no bits to compare", saw="tokens"
+        )
+    return Finding(
+        Verdict.PASS,
+        CHECK,
+        name,
+        f"arm {arm.name}: the same bits ({compared} digests)",
+        saw="bits",
+        detail={"mode": "bits", "digests": compared},
+    )
+
+
+def _distance(what: str, at: int, base: RequestRun, other: RequestRun) -> str:
+    if what != "logits" or at >= min(len(base.output_rows), len(other.output_rows)):
+        return ""
+    errors = _row_difference(base.output_rows[at], other.output_rows[at])
+    return f" (largest difference of a listed logit {np.max(np.abs(errors)):.3g})" if len(errors) else ""
+
+
+def _row_difference(a: LogitRow, b: LogitRow) -> np.ndarray[Any, np.dtype[np.float64]]:
+    theirs = dict(zip(b.ids, b.values, strict=True))
+    pairs = [(v, theirs[i]) for i, v in zip(a.ids, a.values, strict=True) if i in theirs]
+    return np.array([x - y for x, y in pairs], dtype=np.float64)
+
+
+def _compare_band(case: Case, arm: Pass, base: RequestRun, other: RequestRun) -> Finding:
+    """Compare within the golden's yardstick; without a golden by what the user sees, WEAK."""
+    name = base.request_id
+    record = case.golden(base) if base.golden_key is not None else None
+    problem = _answer_problem(base, other)
+    if record is None:
+        if problem is not None:
+            return case.fail(CHECK, name, f"arm {arm.name}: {problem[0]}", position=problem[1], saw="tokens")
+        return Finding(
+            Verdict.WEAK,
+            CHECK,
+            name,
+            f"arm {arm.name}: same tokens; no golden bounds how far the logits may differ",
+            saw="tokens",
+        )
+    verdict, remark, shared = Verdict.PASS, "same tokens", len(base.output_rows or ())
+    if problem is not None:
+        message, at = problem
+        if at is None or not _both_legal(record, at, base, other):
+            return case.fail(CHECK, name, f"arm {arm.name}: {message}", position=at, saw="tokens")
+        verdict, remark, shared = Verdict.NOISE, f"{message}, both legal; later ones unjudged", at + 1
+    numbers = _numbers(case, arm, record, base, other, shared if problem is not None else None)
+    if numbers is not None and numbers.verdict is Verdict.FAIL:
+        return numbers
+    seen = numbers.saw if numbers is not None else "tokens"
+    if numbers is None or problem is not None:
+        verdict = Verdict.worst((verdict, Verdict.WEAK))
+    told = numbers.message if numbers is not None else "no logits or logprobs to compare"
+    return Finding(
+        case.soften(verdict),
+        CHECK,
+        name,
+        f"arm {arm.name}: {remark}; {told}",
+        saw=seen,
+        detail={"mode": "band"},
+    )
+
+
+def _both_legal(record: GoldenRecord, at: int, base: RequestRun, other: RequestRun) -> bool:
+    """Whether both took a way the truth allows, from the same context."""
+    for run in (base, other):
+        ids = (run.output.token_ids if run.output else None) or ()
+        if at >= len(ids) or at >= len(record.token_ids) or ids[:at] != record.token_ids[:at]:
+            return False
+        if judge_id(record, at, ids[at]) not in (Verdict.PASS, Verdict.NOISE):
+            return False
+    return True
+
+
+def _numbers(
+    case: Case, arm: Pass, record: GoldenRecord, base: RequestRun, other: RequestRun, shared: int | None
+) -> Finding | None:
+    """Difference of logits (or logprobs) over the shared context, in the yardstick's units."""
+    name, yardstick = base.request_id, record.yardstick
+    a, b = base.output, other.output
+    assert a is not None
+    assert b is not None
+    differences: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+    if base.output_rows and other.output_rows:
+        saw, limit = "logits", BAND * yardstick.M
+        count = min(len(base.output_rows), len(other.output_rows)) if shared is None else shared
+        if shared is None and len(base.output_rows) != len(other.output_rows):
+            return case.fail(CHECK, name, f"arm {arm.name}: different numbers of logit rows", saw=saw)
+        for x, y in zip(base.output_rows[:count], other.output_rows[:count], strict=True):
+            differences.append(_row_difference(x, y))
+    elif a.logprobs and b.logprobs:
+        saw, limit = "logprobs", logprob_band(record, float(np.abs(record.output.logsumexp).max()))
+        count = min(len(a.logprobs), len(b.logprobs)) if shared is None else shared
+        for mine, theirs in zip(a.logprobs[:count], b.logprobs[:count], strict=True):
+            values = {e.token_id: e.logprob for e in theirs}
+            differences.append(
+                np.array([e.logprob - values[e.token_id] for e in mine if e.token_id in values], np.float64)
+            )
+    else:
+        return None
+    flat = np.concatenate(differences) if differences else np.zeros(0)
+    if not flat.size:
+        return None
+    if not np.isfinite(flat).all():
+        return case.fail(CHECK, name, f"arm {arm.name}: the {saw} are not finite", saw=saw)
+    worst, rms = float(np.max(np.abs(flat))), float(np.sqrt(np.mean(flat * flat)))
+    position = int(np.argmax([np.max(np.abs(d)) if d.size else 0.0 for d in differences]))
+    enough = len(differences) >= MIN_POSITIONS
+    if worst > limit or (enough and rms > BAND * yardstick.R):
+        return case.fail(
+            CHECK,
+            name,
+            f"arm {arm.name}: {saw} differ by up to {worst:.4g} (at position {position}), rms {rms:.4g}; "
+            f"correct computations of this case by at most {limit:.4g} and {BAND * yardstick.R:.4g}",
+            position=position,
+            size=worst / yardstick.M if yardstick.M else None,
+            saw=saw,
+            detail={"mode": "band", "max": worst, "rms": rms},
+        )
+    unit_m, unit_r = max(yardstick.M, 1e-300), max(yardstick.R, 1e-300)
+    return Finding(
+        Verdict.PASS,
+        CHECK,
+        name,
+        f"{saw} differ by rms {rms / unit_r:.3g} R, max {worst / unit_m:.3g} M",
+        saw=saw,
+    )
+
+
+def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
+    shared = min(len(a), len(b))
+    return next((i for i in range(shared) if a[i] != b[i]), shared)

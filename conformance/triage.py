@@ -1,0 +1,147 @@
+"""Triage: where a wrong answer first went wrong, stage by stage.
+
+Order: prompt ids → positions → embeddings → hidden state after layer i → logits → sampling. The
+first stage outside of its band names the component to look at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conformance.checks.case import BAND, Case, align
+from conformance.checks.logits import row_errors
+from conformance.history import RequestRun
+from conformance.records import GoldenRecord
+
+__all__ = ["Suspect", "triage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """The first stage outside of its band.
+
+    Attributes:
+        stage: its name.
+        position: row of the stage (a sequence position; a generated position for logits and
+            sampling), or None.
+        size: error in multiples of the yardstick; None where equality is the rule.
+        exact: whether all earlier stages were compared; else the fault may lie before.
+        text: one sentence for the report.
+    """
+
+    stage: str
+    position: int | None
+    size: float | None
+    exact: bool
+    text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def triage(case: Case, request: str) -> Suspect | None:
+    """Find the first stage outside of its band; None when nothing numeric is wrong or known.
+
+    Stages in between are compared where both the record (traced cases) and the run hold them.
+    """
+    run = case.run_of(request)
+    if run.golden_key is None or run.output is None:
+        return None
+    record = case.golden(run)
+    for ids in (run.output.prompt_token_ids, run.prompt_token_ids):
+        if ids is not None and tuple(ids) != record.prompt_token_ids:
+            return Suspect("prompt ids", None, None, True, "the prompt ids differ from the golden's")
+    names = [n for n in _ordered(record.stages) if n in run.stages]
+    for name in names:
+        found = _stage(name, np.asarray(run.stages[name]), record)
+        if found is not None:
+            return found
+    traced = bool(names)
+    return _logits(case, run, record, traced) or _sampling(case, run, record)
+
+
+def _ordered(stages: Any) -> list[str]:
+    """Stage names in the order of computation; others are not compared."""
+    hidden = sorted(int(n.removeprefix("hidden.")) for n in stages if n.startswith("hidden."))
+    first = [n for n in ("positions", "embeddings") if n in stages]
+    return [*first, *(f"hidden.{i}" for i in hidden)]
+
+
+def _stage(name: str, mine: NDArray[Any], record: GoldenRecord) -> Suspect | None:
+    truth = np.asarray(record.stages[name])
+    if mine.shape[1:] != truth.shape[1:]:
+        text = f"{name}: rows of shape {mine.shape[1:]}, the truth's are {truth.shape[1:]}"
+        return Suspect(name, None, None, True, text)
+    rows = min(len(mine), len(truth))
+    if name == "positions":
+        wrong = np.flatnonzero((mine[:rows] != truth[:rows]).reshape(rows, -1).any(axis=1))
+        if wrong.size:
+            at = int(wrong[0])
+            return Suspect(name, at, None, True, f"positions: row {at} is {mine[at]}, not {truth[at]}")
+        return None
+    scale = stage_yardstick(record, truth)
+    errors = np.abs(mine[:rows].astype(np.float64) - truth[:rows].astype(np.float64)).reshape(rows, -1)
+    # NaN compares false both ways, so the band is written as what must hold.
+    outside = np.flatnonzero(~(errors <= BAND * scale).all(axis=1))
+    if not outside.size:
+        return None
+    at = int(outside[0])
+    size = float(np.max(errors[at]) / scale)
+    return Suspect(
+        name, at, size, True, f"{name}: row {at} is off by {size:.3g} × what rounding explains ({scale:.3g})"
+    )
+
+
+def stage_yardstick(record: GoldenRecord, truth: NDArray[Any]) -> float:
+    """Largest error that rounding explains in a stage.
+
+    The case's yardstick M is an error of logits; relative to the largest logit it carries over to
+    a stage of another magnitude. Earlier stages err less, so this is an upper bound for them.
+    """
+    largest = float(np.max(np.abs(record.output.top_logits)))
+    relative = record.yardstick.M / max(largest, 1e-300)
+    floor = float(np.finfo(np.float32).eps)
+    return max(relative, floor) * max(float(np.max(np.abs(truth))), 1e-300)
+
+
+def _logits(case: Case, run: RequestRun, record: GoldenRecord, traced: bool) -> Suspect | None:
+    for position, speaker in align(case, run, record):
+        if position >= len(speaker.output_rows):
+            continue
+        row = speaker.output_rows[position]
+        errors = np.abs(row_errors(row, record.output, position))
+        worst = float(np.max(errors))
+        if row.num_nan or not worst <= BAND * record.yardstick.M:
+            size = worst / max(record.yardstick.M, 1e-300)
+            where = "logits" if traced else "logits or earlier"
+            return Suspect(
+                "logits",
+                position,
+                size,
+                traced,
+                f"{where}: generated position {position} is off by {size:.3g} M",
+            )
+    return None
+
+
+def _sampling(case: Case, run: RequestRun, record: GoldenRecord) -> Suspect | None:
+    """The logits are right and name the right id, yet another one came out."""
+    for position, speaker in align(case, run, record):
+        output = speaker.output
+        ids = (output.choice_token_ids if speaker.forced else output.token_ids) if output else None
+        if ids is None or position >= len(ids) or position >= len(speaker.output_rows):
+            continue
+        argmax = speaker.output_rows[position].argmax
+        if ids[position] != argmax:
+            return Suspect(
+                "sampling",
+                position,
+                None,
+                True,
+                f"sampling: the logits' largest is id {argmax}, id {ids[position]} came out",
+            )
+    return None
