@@ -140,7 +140,7 @@ def apply_waivers(
             Verdict.ERROR,
             CHECK,
             None,
-            f"the waiver of {w.scenario} expired on {w.expiry}: fix it, or renew it with a reason ({w.issue})",
+            f"the waiver of {w.scenario} expired on {w.expiry}: fix it, or renew it with its reason",
         )
         for w in waivers
         if w.expiry < today
