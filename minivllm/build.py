@@ -154,7 +154,8 @@ def _choose_attention(
 ) -> tuple[str, str]:
     """The backend's name and why; an explicit choice that cannot serve raises ConfigError."""
     if config.batch_invariant:
-        wanted, reason = ("tiled",), "batch_invariant"
+        wanted: tuple[str, ...] = ("tiled",)
+        reason = "batch_invariant"
     elif config.attention_backend != "auto":
         wanted, reason = (config.attention_backend,), "asked for"
     else:
