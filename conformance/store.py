@@ -58,7 +58,7 @@ class RecordSchemaError(RecordError):
 # Fields of the JSON file; tables and stages lie in the safetensors file.
 _FIELDS = frozenset(f.name for f in fields(GoldenRecord)) - {"output", "prompt"}
 _TABLE = {"top_ids": np.int64, "top_logits": np.float64, "logsumexp": np.float64}
-_CASE = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_CASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class RecordStore:
@@ -78,9 +78,12 @@ class RecordStore:
     def __contains__(self, key: object) -> bool:
         return key in self._names
 
-    def keys(self) -> list[str]:
+    def __iter__(self) -> Iterator[str]:
         """Keys of all records, in the order of their file names."""
-        return list(self._names)
+        return iter(list(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def get(self, key: str, weights_sha256: str | None = None) -> GoldenRecord:
         """The record of the canonical request with this key.
@@ -105,8 +108,8 @@ class RecordStore:
 
     def all(self, model: str | None = None) -> Iterator[GoldenRecord]:
         """Every record, or those of one model, in the order of their file names."""
-        for key, name in self._names.items():
-            if model is None or name.split("/")[1] == model:
+        for key in self:
+            if model is None or self._names[key].split("/")[1] == model:
                 yield self.get(key)
 
     def save(self, record: GoldenRecord, reason: str) -> Path:
@@ -262,7 +265,7 @@ def _check(record: GoldenRecord) -> None:
         problems.append(f"request is not canonical: {error}")
     for what, value in (("model", record.model), ("case", record.case)):
         if not _CASE.fullmatch(value):
-            problems.append(f"{what} {value!r} is not lower-case letters, digits, '.', '_', '-'")
+            problems.append(f"{what} {value!r} must be letters, digits, '.', '_', '-'")
     if record.model != record.request.get("model") or record.dtype != record.request.get("dtype"):
         problems.append("model or dtype is not that of its request")
     if not record.yardstick.arms:
