@@ -41,8 +41,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window = self._context(prompt_token_ids)
-        self._num_old = len(self._window)  # tokens of the window whose text is complete and shown
         self._prompt_text = self._decode(self._window)
+        # Tokens of the window that a later step may leave out, and the length of their text.
+        self._num_old, self._num_settled = self._settled(self._window)
         self._num_shown = 0  # characters of the window's text that were returned
         self._in_prompt = True  # no output text yet, so the prompt's last character may still change
 
@@ -71,8 +72,20 @@ class Detokenizer:
 
     def _shown_of(self, text: str) -> int:
         if self._in_prompt:
-            return _common_length(self._prompt_text, text)
+            return max(self._num_settled, _common_length(self._prompt_text, text))
         return self._num_shown
+
+    def _settled(self, token_ids: list[int]) -> tuple[int, int]:
+        """How many tokens, and characters of text, come before a last character that is not whole.
+
+        Byte fallback shows a whole run of bytes as U+FFFD while its last character is not whole,
+        so what is settled is only seen without that character's tokens: at most three.
+        """
+        for count in range(len(token_ids), max(-1, len(token_ids) - 4), -1):
+            text = self._decode(token_ids[:count])
+            if not text.endswith(_REPLACEMENT):
+                return count, len(text)
+        return 0, 0
 
     def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The shortest tail of the prompt that begins with a whole character."""
