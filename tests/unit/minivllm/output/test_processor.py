@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from minivllm.errors import InvariantError
+from minivllm.output import OutputProcessor
+from minivllm.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestOutput,
+    RequestStatus,
+    SampledToken,
+    SamplingParams,
+    StepResult,
+)
+
+
+class Letters:
+    """Token i is the i-th letter; 0 is the special token "<s>"."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        letters = [chr(96 + t) if t else ("" if skip_special_tokens else "<s>") for t in token_ids]
+        return "".join(letters)
+
+
+LETTERS = Letters()
+
+
+@dataclass
+class Engine:
+    """What scheduler and engine do around an OutputProcessor, for one request."""
+
+    processor: OutputProcessor
+    request: Request
+    finished: list[tuple[str, FinishReason, str]] = field(default_factory=list)
+
+    def step(
+        self, token_id: int, *, choice: int | None = None, logprobs: Mapping[int, Logprob] | None = None
+    ) -> CompletionOutput:
+        return self.output(token_id, choice=choice, logprobs=logprobs).outputs[0]
+
+    def output(
+        self,
+        token_id: int,
+        *,
+        choice: int | None = None,
+        logprobs: Mapping[int, Logprob] | None = None,
+        prompt_logprobs: Sequence[Mapping[int, Logprob]] = (),
+    ) -> RequestOutput:
+        r = self.request
+        r.token_ids.append(token_id)
+        r.num_computed_tokens = r.num_tokens - 1
+        sampling = r.sampling
+        if r.num_output_tokens >= sampling.min_tokens and token_id in (
+            *r.eos_token_ids,
+            *sampling.stop_token_ids,
+        ):
+            r.status, r.finish_reason = RequestStatus.FINISHED, FinishReason.STOP
+            r.stop_reason = None if token_id in r.eos_token_ids else token_id
+        elif r.num_output_tokens == sampling.max_tokens:
+            r.status, r.finish_reason = RequestStatus.FINISHED, FinishReason.LENGTH
+        result = StepResult(
+            {r.request_id: SampledToken(token_id, token_id if choice is None else choice, logprobs)},
+            prompt_logprobs={r.request_id: prompt_logprobs} if prompt_logprobs else {},
+        )
+        (output,) = self.processor.process([r], result)
+        return output
+
+    def prefill(self, end: int, entries: Sequence[Mapping[int, Logprob]]) -> None:
+        """A step that computes prompt tokens up to `end` and samples nothing."""
+        self.request.num_computed_tokens = end
+        result = StepResult({}, prompt_logprobs={self.request.request_id: entries})
+        assert self.processor.process([], result) == []
+
+    def preempt(self) -> None:
+        self.request.num_computed_tokens = 0
+        self.request.num_preemptions += 1
+
+    def spell(self, text: str) -> CompletionOutput:
+        """Generate these letters until the request ends."""
+        for letter in text:
+            output = self.step(ord(letter) - 96)
+            if output.finish_reason is not None:
+                break
+        return output
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start() -> Start:
+    def make(
+        prompt: Sequence[int] = (26,), *, eos: tuple[int, ...] = (), tokenizer: Any = LETTERS, **params: Any
+    ) -> Engine:
+        params.setdefault("max_tokens", 50)
+        request = Request(
+            "r", list(prompt), len(prompt), SamplingParams(**params), eos_token_ids=eos, seed=77
+        )
+        request.status = RequestStatus.RUNNING
+        finished: list[tuple[str, FinishReason, str]] = []
+
+        def finish(request_id: str, reason: FinishReason, stop_reason: str) -> None:
+            finished.append((request_id, reason, stop_reason))
+            request.status, request.finish_reason = RequestStatus.FINISHED, reason
+            request.stop_reason = stop_reason
+
+        processor = OutputProcessor(tokenizer, finish)
+        processor.add(request, "the prompt")
+        return Engine(processor, request, finished)
+
+    return make
+
+
+def lp(token_id: int, value: float = -1.0, rank: int = 1) -> dict[int, Logprob]:
+    return {token_id: Logprob(value, rank)}
+
+
+def test_outputs_are_cumulative_and_carry_the_requests_facts(start: Start) -> None:
+    engine = start([26, 25])
+    engine.request.num_cached_tokens, engine.request.num_preemptions = 1, 3
+    engine.step(1)
+    output = engine.output(2)
+    assert output == RequestOutput(
+        request_id="r",
+        prompt="the prompt",
+        prompt_token_ids=(26, 25),
+        outputs=(CompletionOutput(0, "ab", (1, 2), (1, 2)),),
+        finished=False,
+        num_cached_tokens=1,
+        num_preemptions=3,
+        seed=77,
+    )
+
+
+def test_an_earlier_output_does_not_change_later(start: Start) -> None:
+    engine = start(logprobs=0)
+    first = engine.output(1, logprobs=lp(1))
+    engine.output(2, logprobs=lp(2))
+    assert first.outputs[0].token_ids == (1,)
+    assert first.outputs[0].logprobs is not None
+    assert len(first.outputs[0].logprobs) == 1
+
+
+def test_a_stop_string_finishes_the_request_and_is_the_stop_reason(start: Start) -> None:
+    engine = start(stop=["cd"])
+    output = engine.spell("abcdef")
+    assert (output.text, output.finish_reason, output.stop_reason) == ("ab", "stop", "cd")
+    assert output.token_ids == (1, 2, 3, 4)
+    assert engine.finished == [("r", FinishReason.STOP, "cd")]
+
+
+def test_text_that_may_become_a_stop_string_is_not_shown_yet(start: Start) -> None:
+    engine = start(stop=["bcx"])
+    assert [engine.step(i).text for i in (1, 2, 3, 4)] == ["a", "a", "a", "abcd"]
+
+
+def test_text_held_back_is_shown_when_the_request_ends(start: Start) -> None:
+    output = start(stop=["bcx"], max_tokens=3).spell("abc")
+    assert (output.text, output.finish_reason, output.stop_reason) == ("abc", "length", None)
+
+
+def test_a_stop_string_wins_over_length_in_the_same_step(start: Start) -> None:
+    engine = start(stop=["c"], max_tokens=3)
+    output = engine.spell("abc")
+    assert (output.text, output.finish_reason, output.stop_reason) == ("ab", "stop", "c")
+    assert engine.finished == []  # the scheduler has ended it already
+
+
+def test_a_kept_stop_string_is_in_the_text(start: Start) -> None:
+    output = start(stop=["bc"], include_stop_str_in_output=True).spell("abc")
+    assert (output.text, output.stop_reason) == ("abc", "bc")
+
+
+def test_a_stop_string_does_not_act_within_min_tokens(start: Start) -> None:
+    engine = start(stop=["b"], min_tokens=3)
+    output = engine.spell("abbab")
+    assert (output.text, output.token_ids) == ("abba", (1, 2, 2, 1, 2))
+
+
+def test_an_eos_token_is_counted_but_not_shown(start: Start) -> None:
+    output = start(eos=(5, 6)).spell("abf")
+    assert (output.text, output.token_ids, output.finish_reason) == ("ab", (1, 2, 6), "stop")
+    assert output.stop_reason is None
+
+
+def test_a_stop_token_is_shown_only_when_stops_are_kept(start: Start) -> None:
+    output = start(stop_token_ids=[3]).spell("abc")
+    assert (output.text, output.finish_reason, output.stop_reason) == ("ab", "stop", 3)
+    kept = start(stop_token_ids=[3], include_stop_str_in_output=True).spell("abc")
+    assert (kept.text, kept.stop_reason) == ("abc", 3)
+
+
+def test_a_stop_token_ends_the_request_before_its_text_can(start: Start) -> None:
+    engine = start(stop_token_ids=[3], stop=["bc"], include_stop_str_in_output=True)
+    output = engine.spell("abc")
+    assert (output.text, output.stop_reason, engine.finished) == ("abc", 3, [])
+
+
+def test_special_tokens_are_shown_on_request(start: Start) -> None:
+    assert start().step(0).text == ""
+    assert start(skip_special_tokens=False).step(0).text == "<s>"
+
+
+@pytest.mark.parametrize("params", [{"tokenizer": None}, {"detokenize": False}])
+def test_without_detokenising_there_is_no_text(start: Start, params: dict[str, Any]) -> None:
+    engine = start(logprobs=0, max_tokens=1, **params)
+    output = engine.step(1, logprobs=lp(1))
+    assert (output.text, output.finish_reason) == ("", "length")
+    assert output.logprobs == ({1: Logprob(-1.0, 1, None)},)
+
+
+def test_logprobs_carry_text_and_add_up(start: Start) -> None:
+    engine = start(logprobs=1, forced_token_ids=[2])
+    engine.step(2, choice=3, logprobs={2: Logprob(-2.0, 5), 3: Logprob(-0.5, 1)})
+    output = engine.step(0, logprobs=lp(0, -0.25))
+    assert output.logprobs == (
+        {2: Logprob(-2.0, 5, "b"), 3: Logprob(-0.5, 1, "c")},
+        {0: Logprob(-0.25, 1, "<s>")},
+    )
+    assert output.cumulative_logprob == -2.25
+    assert (output.token_ids, output.choice_token_ids) == ((2, 0), (3, 0))
+
+
+def test_logprobs_are_absent_unless_asked(start: Start) -> None:
+    output = start().output(1, logprobs=lp(1))
+    assert (output.outputs[0].logprobs, output.outputs[0].cumulative_logprob) == (None, None)
+    assert output.prompt_logprobs is None
+
+
+def test_prompt_logprobs_begin_with_none_and_join_over_chunks(start: Start) -> None:
+    engine = start([1, 2, 3, 4], prompt_logprobs=0)
+    engine.prefill(1, [lp(2)])
+    engine.prefill(3, [lp(3), lp(4)])
+    assert engine.output(5).prompt_logprobs == (
+        None,
+        {2: Logprob(-1.0, 1, "b")},
+        {3: Logprob(-1.0, 1, "c")},
+        {4: Logprob(-1.0, 1, "d")},
+    )
+
+
+def test_prompt_logprobs_of_a_one_token_prompt_are_one_none(start: Start) -> None:
+    assert start([1], prompt_logprobs=0).output(5).prompt_logprobs == (None,)
+
+
+def test_prompt_logprobs_come_whole_or_not_at_all(start: Start) -> None:
+    engine = start([1, 2, 3, 4], prompt_logprobs=0)
+    engine.prefill(2, [lp(2), lp(3)])
+    assert engine.processor.abort(engine.request).prompt_logprobs is None
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_prompt_logprobs_do_not_depend_on_chunks_or_preemptions(start: Start, data: st.DataObject) -> None:
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    engine = start(prompt, prompt_logprobs=0)
+    entries = [lp(t, -i) for i, t in enumerate(prompt[1:])]
+    wanted = [None, *({t: Logprob(-i, 1, chr(96 + t))} for i, t in enumerate(prompt[1:]))]
+
+    def prefill(upto: int) -> int:
+        position = 0
+        while position < upto:
+            end = position + data.draw(st.integers(1, upto - position))
+            engine.prefill(end, entries[position : min(end, 7)])
+            position = end
+        return position
+
+    for _ in range(data.draw(st.integers(0, 2))):
+        prefill(data.draw(st.integers(1, 7)))
+        engine.preempt()
+    position = prefill(data.draw(st.integers(0, 7)))
+    first = engine.output(10, prompt_logprobs=entries[position:])
+    assert list(first.prompt_logprobs or ()) == wanted
+    if data.draw(st.booleans()):  # computed again after the first token
+        engine.preempt()
+        prefill(8)
+    assert list(engine.output(11).prompt_logprobs or ()) == wanted
+
+
+def test_prompt_logprobs_with_a_gap_are_refused(start: Start) -> None:
+    engine = start([1, 2, 3, 4], prompt_logprobs=0)
+    with pytest.raises(InvariantError, match="only 0 came before"):
+        engine.prefill(3, [lp(4)])
+
+
+def test_prompt_logprobs_of_a_request_aborted_meanwhile_are_ignored(start: Start) -> None:
+    engine = start([1, 2, 3], prompt_logprobs=0)
+    engine.processor.abort(engine.request)
+    engine.prefill(1, [lp(2)])
+
+
+def test_a_failed_request_ends_with_its_error_and_its_text_so_far(start: Start) -> None:
+    engine = start(stop=["bx"])
+    engine.spell("ab")
+    r = engine.request
+    r.status, r.finish_reason, r.error = RequestStatus.FAILED, FinishReason.ERROR, "logits are NaN"
+    (output,) = engine.processor.process([r], StepResult({}, failures={"r": "logits are NaN"}))
+    assert output.finished
+    assert output.error == "logits are NaN"
+    assert output.outputs == (CompletionOutput(0, "ab", (1, 2), (1, 2), finish_reason="error"),)
+
+
+def test_an_aborted_request_keeps_what_it_had(start: Start) -> None:
+    engine = start(stop=["bx"])
+    engine.spell("ab")
+    output = engine.processor.abort(engine.request)
+    assert output.finished
+    assert output.outputs == (CompletionOutput(0, "ab", (1, 2), (1, 2), finish_reason="abort"),)
+
+
+def test_cached_tokens_of_a_request_never_admitted_are_zero(start: Start) -> None:
+    engine = start()
+    assert engine.request.num_cached_tokens == -1
+    assert engine.processor.abort(engine.request).num_cached_tokens == 0
+
+
+def test_nothing_is_kept_of_a_request_that_ended(start: Start) -> None:
+    engine = start(max_tokens=1)
+    engine.step(1)
+    with pytest.raises(InvariantError, match="'r'"):
+        engine.processor.abort(engine.request)
+
+
+def test_an_id_can_be_used_again_after_its_request_ended(start: Start) -> None:
+    engine = start(max_tokens=1)
+    engine.step(1)
+    second = Request("r", [1], 1, SamplingParams(max_tokens=1))
+    engine.processor.add(second)
+    output = Engine(engine.processor, second).output(2)
+    assert (output.prompt, output.outputs[0].text) == (None, "b")
+
+
+def test_a_token_nobody_sampled_is_refused(start: Start) -> None:
+    engine = start()
+    engine.request.token_ids.append(1)
+    with pytest.raises(InvariantError, match="nobody sampled"):
+        engine.processor.process([engine.request], StepResult({}))
+
+
+def test_requests_in_one_step_do_not_mix() -> None:
+    processor = OutputProcessor(LETTERS, lambda *_: None)
+    requests = [
+        Request("a", [1], 1, SamplingParams(stop=["b"], logprobs=0)),
+        Request("b", [2], 1, SamplingParams(stop=["x"])),
+    ]
+    for r in requests:
+        processor.add(r)
+        r.status = RequestStatus.RUNNING
+        r.token_ids.append(2)
+    samples = {"a": SampledToken(2, 2, lp(2)), "b": SampledToken(2, 2)}
+    a, b = processor.process(requests, StepResult(samples))
+    assert (a.request_id, a.finished, a.outputs[0].text, a.outputs[0].stop_reason) == ("a", True, "", "b")
+    assert (b.request_id, b.finished, b.outputs[0].text, b.outputs[0].logprobs) == ("b", False, "b", None)
