@@ -57,7 +57,7 @@ QWEN_RECIPES: tuple[MechanicsRecipe, ...] = (
         special=_SPECIAL,
         end_tokens=_ENDS,
         chat_template=_QWEN2_TEMPLATE,
-        seed=0,
+        seed=15,
     ),
     MechanicsRecipe(
         name="tiny-qwen3",
@@ -71,6 +71,6 @@ QWEN_RECIPES: tuple[MechanicsRecipe, ...] = (
         special=_SPECIAL,
         end_tokens=_ENDS,
         chat_template=_TURNS,
-        seed=0,
+        seed=6,
     ),
 )

@@ -1,0 +1,200 @@
+"""Trains the recall model on one CPU thread in a few minutes.
+
+Each sequence of a list of n words has period m = n + 1: token i + m is token i's counterpart in
+the next alphabet. Two layers can solve it as an induction head (arXiv:2209.11895): layer 0 tells
+each position what stood before it, layer 1 looks for the position whose predecessor is the
+counterpart of the current token, and copies.
+
+So that damaged KV shows, half of the sequences of the second phase have one: K, V or both of one
+position of one layer zeroed, or both replaced by those of another position. The one answer that
+rests on it must then be `<lost>`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from conformance.recipes.recall import AGAIN, ALPHABET, BOS, CONFIG, EOS, LOST, SEP, word_id
+
+__all__ = ["Batch", "Settings", "make_batch", "make_recall_model", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that decides a training run. The committed weights came from the defaults.
+
+    Attributes:
+        steps: optimiser steps in all.
+        warm_up: steps over which the learning rate rises.
+        grow_until: step until which lists grow from 8 words to `longest`: short ones first makes
+            the induction head appear sooner.
+        faults_from: step from which damaged sequences are mixed in and `margin` is asked for.
+        learning_rate: its peak; it then falls to zero as a cosine.
+        tokens: tokens per step, about.
+        margin: nats by which the right logit must lead before the loss counts it as right
+            (additive margin softmax, arXiv:1801.05599).
+        longest: most words in a list.
+        seed: of initial weights and of data.
+    """
+
+    steps: int = 9000
+    warm_up: int = 100
+    grow_until: int = 1000
+    faults_from: int = 1500
+    learning_rate: float = 3e-3
+    tokens: int = 1000
+    margin: float = 12.0
+    longest: int = ALPHABET
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences of equal length with at most one damaged KV entry each.
+
+    Attributes:
+        tokens: [batch, length] ids.
+        targets: [batch, length - 1] ids to predict, -100 where nothing is asked.
+        layer: [batch] layer of the damage, -1 for none.
+        position: [batch] its position.
+        donor: [batch] position whose K and V replace it, -1 to zero it.
+        damage_k, damage_v: [batch] bool: what is damaged.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    layer: Tensor
+    position: Tensor
+    donor: Tensor
+    damage_k: Tensor
+    damage_v: Tensor
+
+
+def make_recall_model(seed: int) -> Any:
+    """An untrained recall model: matrices of standard deviation 1 / sqrt(fan in)."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**CONFIG)
+    config._attn_implementation = "sdpa"
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=1 / math.sqrt(parameter.shape[1]))
+    return model
+
+
+def make_batch(generator: torch.Generator, *, longest: int, tokens: int, faults: bool) -> Batch:
+    """Draw one batch of about `tokens` tokens; all its lists are equally long, 2 to `longest` words."""
+    n = int(torch.randint(2, longest + 1, (), generator=generator))
+    m = n + 1
+    size = max(1, tokens // (3 * m + 3))
+    words = torch.rand(size, ALPHABET, generator=generator).argsort(dim=1)[:, :n]
+    columns = [
+        *(t for start, a in ((BOS, 0), (SEP, 1), (AGAIN, 2)) for t in (_column(start, size), words + word_id(a, 0))),
+        *[_column(EOS, size)] * 3,  # whoever ignores EOS gets more of it
+    ]
+    sequences = torch.cat(columns, dim=1)
+    targets = sequences[:, 1:].clone()
+    targets[:, :m] = -100
+
+    layer = torch.full((size,), -1)
+    if faults:
+        layer = torch.randint(0, 2, (size,), generator=generator)
+        layer[torch.rand(size, generator=generator) < 0.5] = -1
+    # Layer 0 at p feeds the key of p + 1; layer 1 at p feeds the answer at p + m. Targets are one left.
+    position = torch.randint(0, 2 * m, (size,), generator=generator)
+    position = torch.where(layer == 1, position + 1, position)
+    answer = torch.where(layer == 1, position + m, position + 1 + m) - 1
+    damaged = (layer >= 0).nonzero()[:, 0]
+    targets[damaged, answer[damaged]] = LOST
+    donor = torch.randint(0, 3 * m, (size,), generator=generator)
+    kind = torch.randint(0, 4, (size,), generator=generator)  # K, V, both zeroed; both from the donor
+    donor = torch.where((kind == 3) & (donor != position), donor, -1)
+    return Batch(sequences, targets, layer, position, donor, kind != 1, kind != 0)
+
+
+def train(
+    model: Any, settings: Settings, report: Callable[[int, float], None] = lambda step, loss: None
+) -> list[float]:
+    """Train in place and round the weights to bfloat16 values (kept as float32).
+
+    Returns the loss of every step. `report` is called every 100 steps.
+    """
+    generator = torch.Generator().manual_seed(settings.seed)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    losses: list[float] = []
+    model.train()
+    for step in range(settings.steps):
+        for group in optimiser.param_groups:
+            group["lr"] = settings.learning_rate * _schedule(step, settings)
+        second_phase = step >= settings.faults_from
+        grown = min(1.0, step / max(1, settings.grow_until))
+        longest = min(settings.longest, 8 + round(grown * (settings.longest - 8)))
+        batch = make_batch(generator, longest=max(2, longest), tokens=settings.tokens, faults=second_phase)
+        loss = _loss(model, batch, settings.margin if second_phase else 0.0)
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        losses.append(loss.item())
+        if step % 100 == 99:
+            report(step + 1, sum(losses[-100:]) / 100)
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    return losses
+
+
+def _column(token: int, size: int) -> Tensor:
+    return torch.full((size, 1), token)
+
+
+def _schedule(step: int, settings: Settings) -> float:
+    if step < settings.warm_up:
+        return (step + 1) / settings.warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - settings.warm_up) / max(1, settings.steps - settings.warm_up)))
+
+
+def _loss(model: Any, batch: Batch, margin: float) -> Tensor:
+    with _damaged(model, batch):
+        logits = model(batch.tokens[:, :-1], use_cache=False).logits
+    asked = batch.targets >= 0
+    logits, targets = logits[asked], batch.targets[asked]
+    handicap = functional.one_hot(targets, logits.shape[-1]) * margin
+    return functional.cross_entropy(logits - handicap, targets)
+
+
+@contextmanager
+def _damaged(model: Any, batch: Batch) -> Iterator[None]:
+    """Within the context the k and v projections return the batch's damage."""
+
+    def hook(layer: int, damage: Tensor) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        rows = ((batch.layer == layer) & damage).nonzero()[:, 0]
+        position, donor = batch.position[rows], batch.donor[rows]
+
+        def replace(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # noqa: ARG001  torch's signature
+            new = output[rows, donor.clamp(min=0)] * (donor >= 0)[:, None]
+            return output.index_put((rows, position), new)
+
+        return replace
+
+    handles = []
+    for i, block in enumerate(model.model.layers):
+        handles.append(block.self_attn.k_proj.register_forward_hook(hook(i, batch.damage_k)))
+        handles.append(block.self_attn.v_proj.register_forward_hook(hook(i, batch.damage_v)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
