@@ -55,13 +55,15 @@ class Spec:
 
 
 def truth_logits(key: str, positions: int, undecided: Sequence[int] = ()) -> NDArray[np.float64]:
-    """[positions, VOCAB] made-up logits; decided by at least 0.5 except where told otherwise.
+    """[positions, VOCAB] made-up logits; decided by at least 0.3 except where told otherwise.
 
     At `undecided` positions the two best lie one M apart: within anybody's rounding.
     """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big")
     rng = np.random.default_rng(seed)
-    logits = np.stack([rng.permutation(VOCAB) * 0.5 for _ in range(positions)]).astype(np.float64)
+    # Steps of unequal size, so that no two rows hold the same values in another order.
+    steps = rng.uniform(0.3, 0.7, size=(positions, VOCAB))
+    logits = rng.permuted(np.cumsum(steps, axis=1), axis=1)
     for position in undecided:
         first, second = np.argsort(-logits[position])[:2]
         logits[position, second] = logits[position, first] - M
