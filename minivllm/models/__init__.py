@@ -14,7 +14,7 @@ from minivllm.models.decoder import DecoderModel
 from minivllm.models.gguf_file import GGUFSource
 from minivllm.models.hf_config import read_config
 from minivllm.models.safetensors_dir import SafetensorsSource
-from minivllm.models.weights import TensorSource, fill
+from minivllm.models.weights import fill
 from minivllm.registry import Registry
 
 __all__ = ["MODELS", "DecoderModel", "load_model", "load_model_config"]
@@ -34,7 +34,11 @@ def load_model_config(path: str | Path) -> ModelConfig:
         UnsupportedError: an architecture or option minivllm does not implement.
         WeightError: a damaged .gguf file.
     """
-    return _open(Path(path))[0]
+    path = Path(path)
+    if _is_gguf(path):
+        return GGUFSource(path, MODELS).config
+    config = read_config(path, MODELS)
+    return config if config.dtype else replace(config, dtype=SafetensorsSource(path).stored_dtype())
 
 
 def load_model(
@@ -55,21 +59,26 @@ def load_model(
         ConfigError, UnsupportedError: as `load_model_config`.
         WeightError: weights missing, damaged, unknown, or of another shape.
     """
-    config, source = _open(Path(path))
+    path = Path(path)
+    source: GGUFSource | SafetensorsSource
+    if _is_gguf(path):
+        source = GGUFSource(path, MODELS)
+        config = source.config
+    else:
+        config = load_model_config(path)
+        source = SafetensorsSource(path)
     family = MODELS.get(config.architecture)
     model = family(config, dtype=dtype, device=device, ops=ops, max_model_len=max_model_len)
     fill(model, source)
     return model
 
 
-def _open(path: Path) -> tuple[ModelConfig, TensorSource]:
+def _is_gguf(path: Path) -> bool:
+    """Whether `path` is a file (.gguf) or a directory; ConfigError if it is neither."""
     if path.is_dir():
-        config = read_config(path, MODELS)
-        source = SafetensorsSource(path)
-        return (config if config.dtype else replace(config, dtype=source.stored_dtype())), source
-    if path.is_file() and path.suffix == ".gguf":
-        file = GGUFSource(path, MODELS)
-        return file.config, file
+        return False
     if not path.exists():
         raise ConfigError(f"model {str(path)!r} does not exist; give a directory or a .gguf file")
-    raise ConfigError(f"model {str(path)!r} is neither a directory nor a .gguf file")
+    if path.suffix != ".gguf":
+        raise ConfigError(f"model {str(path)!r} is neither a directory nor a .gguf file")
+    return True

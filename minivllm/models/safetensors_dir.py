@@ -90,7 +90,7 @@ def _read_index(directory: Path) -> dict[str, frozenset[str]]:
         raise WeightError(f"{path} needs a weight_map from tensor to file, got {weight_map!r}")
     shards: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
             raise WeightError(f"{path}: {name} must be in a file of this directory, got {shard!r}")
         shards.setdefault(shard, set()).add(name)
     return {shard: frozenset(names) for shard, names in sorted(shards.items())}
