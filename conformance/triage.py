@@ -68,7 +68,8 @@ def _ordered(stages: Any) -> list[str]:
     """Stage names in the order of computation; others are not compared."""
     hidden = sorted(int(n.removeprefix("hidden.")) for n in stages if n.startswith("hidden."))
     first = [n for n in ("positions", "embeddings") if n in stages]
-    return [*first, *(f"hidden.{i}" for i in hidden)]
+    last = [n for n in ("final",) if n in stages]
+    return [*first, *(f"hidden.{i}" for i in hidden), *last]
 
 
 def _stage(name: str, mine: NDArray[Any], record: GoldenRecord) -> Suspect | None:
@@ -83,7 +84,7 @@ def _stage(name: str, mine: NDArray[Any], record: GoldenRecord) -> Suspect | Non
             at = int(wrong[0])
             return Suspect(name, at, None, True, f"positions: row {at} is {mine[at]}, not {truth[at]}")
         return None
-    scale = stage_yardstick(record, truth)
+    scale = stage_yardstick(record, name, truth)
     errors = np.abs(mine[:rows].astype(np.float64) - truth[:rows].astype(np.float64)).reshape(rows, -1)
     # NaN compares false both ways, so the band is written as what must hold.
     outside = np.flatnonzero(~(errors <= BAND * scale).all(axis=1))
@@ -96,16 +97,17 @@ def _stage(name: str, mine: NDArray[Any], record: GoldenRecord) -> Suspect | Non
     )
 
 
-def stage_yardstick(record: GoldenRecord, truth: NDArray[Any]) -> float:
-    """Largest error that rounding explains in a stage.
+def stage_yardstick(record: GoldenRecord, name: str, truth: NDArray[Any]) -> float:
+    """Largest error that rounding explains in a stage: the record's own band where it has one.
 
-    The case's yardstick M is an error of logits; relative to the largest logit it carries over to
-    a stage of another magnitude. Earlier stages err less, so this is an upper bound for them.
+    Otherwise the logits' yardstick, relative to the largest logit, carried over to the magnitude
+    of the stage. Earlier stages err less, so this is an upper bound for them.
     """
+    floor = float(np.finfo(np.float32).eps) * max(float(np.max(np.abs(truth))), 1e-300)
+    if name in record.stage_bands:
+        return max(record.stage_bands[name].max, floor)
     largest = float(np.max(np.abs(record.output.top_logits)))
-    relative = record.yardstick.M / max(largest, 1e-300)
-    floor = float(np.finfo(np.float32).eps)
-    return max(relative, floor) * max(float(np.max(np.abs(truth))), 1e-300)
+    return max(record.yardstick.M / max(largest, 1e-300) * float(np.max(np.abs(truth))), floor)
 
 
 def _logits(case: Case, run: RequestRun, record: GoldenRecord, traced: bool) -> Suspect | None:

@@ -135,7 +135,7 @@ def _sanity(case: Case) -> list[Finding]:
     expected = case.error_expected()
     for one in history.passes:
         # An arm that did not fire is no fault of the engine; same_under reports it.
-        if one.error is not None and one.error.type != "ArmNotFired" and "" not in expected:
+        if one.error is not None and one.error.type != "ArmNotFired" and "engine" not in expected:
             findings.append(
                 case.fail(
                     "history",
@@ -153,15 +153,11 @@ def _sanity(case: Case) -> list[Finding]:
         for name, run in one.requests.items():
             if run.output is None and run.refused is None:
                 findings.append(case.fail("history", name, f"pass {one.name!r}: the engine never answered"))
-            elif run.output is not None and run.output.error and name not in expected:
-                problem = run.output.error
-                findings.append(
-                    case.fail(
-                        "history",
-                        name,
-                        f"pass {one.name!r}: the request failed: {problem.type}: {problem.message}",
-                    )
-                )
+            problem = run.refused or (run.output.error if run.output else None)
+            if problem is not None and name not in expected:
+                how = "refused" if run.refused else "failed"
+                text = f"pass {one.name!r}: the request was {how}: {problem.type}: {problem.message}"
+                findings.append(case.fail("history", name, text))
     return findings
 
 

@@ -151,24 +151,20 @@ def lint_text_equals(args: Any) -> list[str]:
 
 
 def lint_error(args: Any) -> list[str]:
-    """{request: name, or load: true; type: …; message_contains: […]}."""
-    if not isinstance(args, Mapping):
-        return [f"expected {{request or load, type, message_contains}}, got {args!r}"]
-    known = {"request", "load", "type", "message_contains"}
-    problems = [f"unknown argument {u!r}; known: {', '.join(sorted(known))}" for u in set(args) - known]
-    if (args.get("request") is None) == (args.get("load") is not True):
-        problems.append("give either request: NAME or load: true")
-    problems += [
-        f"{k} must be text, got {args[k]!r}"
-        for k in ("type", "message_contains")
-        if args.get(k) is not None and not _strings(args[k])
-    ]
+    """{request, or "engine": type | any | {type, contains}}."""
+    problems = _per_request(args, "error type")
+    for name, wanted in () if problems else args.items():
+        if isinstance(wanted, str) and wanted:
+            continue
+        ok = isinstance(wanted, Mapping) and wanted and not set(wanted) - {"type", "contains"}
+        if not ok or not all(_strings(v) for v in wanted.values()):
+            problems.append(f"{name}: expected an error type, any, or {{type, contains}}, got {wanted!r}")
     return problems
 
 
 def _strings(value: Any) -> bool:
     values = [value] if isinstance(value, str) else value
-    return isinstance(values, Sequence) and bool(values) and all(isinstance(v, str) for v in values)
+    return isinstance(values, Sequence) and bool(values) and all(isinstance(v, str) and v for v in values)
 
 
 def lint_same_under(args: Any) -> list[str]:

@@ -121,12 +121,13 @@ class Case:
         return record
 
     def error_expected(self) -> frozenset[str]:
-        """Requests that the scenario expects to fail; "" stands for the engine as a whole."""
-        named = set()
-        for spec in self.specs:
-            if spec.name == "error" and isinstance(spec.args, Mapping):
-                named.add("" if spec.args.get("load") else str(spec.args.get("request")))
-        return frozenset(named)
+        """Requests that the scenario expects to fail; "engine" stands for the engine as a whole."""
+        return frozenset(
+            str(name)
+            for spec in self.specs
+            if spec.name == "error" and isinstance(spec.args, Mapping)
+            for name in spec.args
+        )
 
     def aborted(self) -> frozenset[str]:
         """Requests the scenario cancelled: what they generated is a prefix of the truth."""

@@ -158,33 +158,42 @@ def _streaming_problems(run: RequestRun, final: str) -> list[str]:
 
 
 def error(case: Case, args: Any) -> list[Finding]:
-    """{request: name, or load: true; type; message_contains: […]}: an error that must have happened.
+    """{request, or "engine": type | any | {type, contains}}: an error that must have happened.
 
-    With neither type nor words, any error that has a name and a message will do.
+    `any` accepts every error that has a name and a message.
     """
-    check = "error"
-    name: str | None = args.get("request")
-    if name is None:
-        got: EngineError | None = case.free.error
-        where = "loading the engine"
-    else:
-        run = case.run_of(name)
-        got = run.refused or (run.output.error if run.output else None)
-        where = f"request {name!r}"
+    findings = []
+    for name, wanted in args.items():
+        if name == "engine":
+            got: EngineError | None = case.free.error
+            request, where = None, "loading or running the engine"
+        else:
+            run = case.run_of(name)
+            got = run.refused or (run.output.error if run.output else None)
+            request, where = name, f"request {name!r}"
+        problems = _error_problems(got, wanted if isinstance(wanted, Mapping) else {"type": wanted})
+        if problems:
+            findings.append(case.fail("error", request, f"{where}: " + "; ".join(problems), saw="behaviour"))
+        else:
+            assert got is not None
+            text = f"{where}: {got.type}: {got.message}"
+            findings.append(Finding(Verdict.PASS, "error", request, text, saw="behaviour"))
+    return findings
+
+
+def _error_problems(got: EngineError | None, wanted: Mapping[str, Any]) -> list[str]:
     if got is None:
-        return [case.fail(check, name, f"{where} raised no error", saw="behaviour")]
+        return ["no error, though one is due"]
     problems = []
-    types = _listed(args.get("type"))
-    if types and got.type not in types:
-        problems.append(f"error type {got.type}, expected {' or '.join(types)}")
-    missing = [w for w in _listed(args.get("message_contains")) if w.lower() not in got.message.lower()]
+    types = _listed(wanted.get("type"))
+    if types and "any" not in types and got.type not in types:
+        problems.append(f"error type {got.type} ({got.message!r}), expected {' or '.join(types)}")
+    missing = [w for w in _listed(wanted.get("contains")) if w.lower() not in got.message.lower()]
     if missing:
         problems.append(f"the message does not say {missing}: {got.message!r}")
     if not got.type or not got.message.strip():
         problems.append("the error has no name or no message")
-    if problems:
-        return [case.fail(check, name, f"{where}: " + "; ".join(problems), saw="behaviour")]
-    return [Finding(Verdict.PASS, check, name, f"{where}: {got.type}: {got.message}", saw="behaviour")]
+    return problems
 
 
 def _listed(value: Any) -> list[str]:

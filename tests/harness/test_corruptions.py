@@ -46,7 +46,7 @@ HAPPENED = Spec("happened", {"chunked": ">=1", "batch": ">=2", "finished": "==2"
 POOL = Spec("pool_conserved")
 SAME = Spec("same_under", {"chunk": [3], "preempt": [2]})
 SAMPLED = Spec("sampled_within_kept_set")
-ERROR = Spec("error", {"request": "huge", "type": "PromptTooLong", "message_contains": ["4096"]})
+ERROR = Spec("error", {"huge": {"type": "PromptTooLong", "contains": ["4096"]}})
 ALL = (TOKENS, LOGITS, LOGPROBS, REASON, CACHED, TEXT, HAPPENED, POOL, SAME, SAMPLED, ERROR)
 
 
