@@ -11,16 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from conformance.canonical import CanonicalError, canonical_request
+from conformance.checks import CHECKS, lint
+from conformance.pairwise import pairwise
 from conformance.prompts import generate_prompt
-from conformance.schema import (
-    GOLDEN_CHECKS,
-    PROMPT_FORMS,
-    SAMPLING_NAMES,
-    RequestModel,
-    ScenarioModel,
-    cross_check,
-)
-from conformance.yaml_lines import Document, YamlError, read_yaml
+from conformance.schema import PROMPT_FORMS, SAMPLING_NAMES, RequestModel, ScenarioModel, cross_check
+from conformance.yaml_lines import Document, Location, YamlError, read_yaml
 
 __all__ = [
     "PROFILES",
@@ -149,13 +144,29 @@ class Scenario:
             return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         return pairwise(axes)
 
+    @property
+    def must_fail(self) -> frozenset[str]:
+        """Requests that an error check or an expect_error step is about."""
+        return frozenset(name for check in self.checks if check.name == "error" for name in check.args)
+
     def judged_by_golden(self) -> list[RequestSpec]:
-        """Requests that some golden check judges, in order of the file."""
+        """Requests that some check compares with a golden record, in order of the file."""
         names: set[str] = set()
         for check in self.checks:
-            if check.name in GOLDEN_CHECKS:
-                names |= set(check.args or [r.name for r in self.requests.values() if r.has_golden])
+            if CHECKS[check.name].golden:
+                names |= set(
+                    _names(check.args) or [n for n, r in self.requests.items() if self._may_have_golden(r)]
+                )
+            elif check.name == "text_equals":
+                names |= {
+                    n
+                    for n, wanted in check.args.items()
+                    if isinstance(wanted, Mapping) and "golden" in wanted
+                }
         return [request for name, request in self.requests.items() if name in names]
+
+    def _may_have_golden(self, request: RequestSpec) -> bool:
+        return request.has_golden and request.name not in self.must_fail
 
     def golden_requests(self) -> list[tuple[str, dict[str, Any]]]:
         """(label, canonical request) for each request, model and dtype judged by a golden check."""
@@ -169,29 +180,6 @@ class Scenario:
     def check(self, name: str) -> list[CheckSpec]:
         """The checks of that name."""
         return [check for check in self.checks if check.name == name]
-
-
-def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """A small set of points in which every pair of values of two axes occurs; deterministic."""
-    names = list(axes)
-    open_pairs = {
-        (a, i, b, j)
-        for a, b in itertools.combinations(names, 2)
-        for i in range(len(axes[a]))
-        for j in range(len(axes[b]))
-    }
-    candidates = list(itertools.product(*(range(len(axes[name])) for name in names)))
-
-    def pairs_of(point: tuple[int, ...]) -> set[tuple[str, int, str, int]]:
-        chosen = dict(zip(names, point, strict=True))
-        return {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
-
-    points = []
-    while open_pairs:
-        best = max(candidates, key=lambda point: len(pairs_of(point) & open_pairs))
-        open_pairs -= pairs_of(best)
-        points.append({name: axes[name][i] for name, i in zip(names, best, strict=True)})
-    return points
 
 
 def load_scenarios(root: Path) -> list[Scenario]:
@@ -227,12 +215,13 @@ def load_scenario(path: Path, root: Path) -> Scenario:
     except ValidationError as error:
         lines = [_message(document, e["loc"], e["msg"], e["type"], e["input"]) for e in error.errors()]
         raise ScenarioError("\n".join(dict.fromkeys(lines))) from error
-    problems = cross_check(model)
+    problems = [*cross_check(model), *_check_problems(model)]
     expected = path.relative_to(root).with_suffix("").as_posix()
     if model.id != expected:
         problems.append((("id",), f"id {model.id!r} must be the path {expected!r}"))
-    scenario = _scenario(model, document)
-    problems += _golden_problems(scenario)
+    if not problems:
+        scenario = _scenario(model, document)
+        problems += _golden_problems(scenario)
     if problems:
         raise ScenarioError(
             "\n".join(f"{path}:{document.line(where)}: {_dotted(where)}: {text}" for where, text in problems)
@@ -271,10 +260,11 @@ def _scenario(model: ScenarioModel, document: Document) -> Scenario:
             )
         if step.kind == "expect_error":
             checks.append(CheckSpec("error", argument, line))
+            argument = list(argument)
         steps.append(Step(step.kind, argument, line))
     for i, check in enumerate(model.checks):
-        argument = check.model_dump(exclude_unset=True)[check.kind]
-        checks.append(CheckSpec(check.kind, argument, document.line(("checks", i))))
+        [(name, args)] = check.items()
+        checks.append(CheckSpec(name, args, document.line(("checks", i))))
     return Scenario(
         id=model.id,
         path=document.path,
@@ -306,7 +296,37 @@ def _request(name: str, model: RequestModel, line: int) -> RequestSpec:
     return RequestSpec(name, prompt, given, model.cache_salt, model.priority, line)
 
 
-def _golden_problems(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def _names(args: Any) -> list[str]:
+    """Requests named in the arguments of a check: none, one, several, or under "requests"."""
+    if isinstance(args, Mapping):
+        args = args.get("requests")
+    if isinstance(args, str):
+        return [args]
+    return list(args) if isinstance(args, list) else []
+
+
+def _check_problems(model: ScenarioModel) -> Iterator[tuple[Location, str]]:
+    steps = [
+        ("steps", i, "error", step.argument)
+        for i, step in enumerate(model.steps)
+        if step.kind == "expect_error"
+    ]
+    checks = [("checks", i, *next(iter(check.items()))) for i, check in enumerate(model.checks)]
+    for section, i, name, args in [*steps, *checks]:
+        problems = lint(name, args)
+        yield from (((section, i), f"{name}: {problem}") for problem in problems)
+        if problems:
+            continue
+        keyed = name in ("cached_tokens", "finish_reason", "text_equals", "error")
+        for request in args if keyed else _names(args):
+            if request not in model.requests and not (name == "error" and request == "engine"):
+                yield (
+                    (section, i),
+                    f"{name}: unknown request {request!r}; requests are {sorted(model.requests)}",
+                )
+
+
+def _golden_problems(scenario: Scenario) -> Iterator[tuple[Location, str]]:
     for request in scenario.judged_by_golden():
         if not request.has_golden:
             yield (
@@ -321,7 +341,10 @@ def _golden_problems(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...]
             request.canonical(scenario.models[0], scenario.dtypes[0])
         except CanonicalError as error:
             yield ("requests", request.name), str(error)
-    if scenario.check("same_under") and not scenario.requests:
-        yield ("checks",), "same_under needs requests"
-    if any(c.name in GOLDEN_CHECKS for c in scenario.checks) and not scenario.judged_by_golden():
-        yield ("checks",), "a golden check judges no request: none is greedy without penalties"
+    if scenario.check("same_under"):
+        for name, request in scenario.requests.items():
+            if request.sampling["temperature"] > 0 and "seed" not in request.sampling:
+                yield ("requests", name), "same_under needs a seed at a temperature above 0"
+    golden_checks = [check.name for check in scenario.checks if CHECKS[check.name].golden]
+    if golden_checks and not scenario.judged_by_golden():
+        yield ("checks",), f"{golden_checks} judge no request: none is greedy without penalties"

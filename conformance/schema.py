@@ -25,22 +25,14 @@ from conformance.adapters.base import FEATURES
 from conformance.prompts import Piece
 
 __all__ = [
-    "BATCH_ARMS",
-    "GOLDEN_CHECKS",
-    "CheckModel",
+    "PROMPT_FORMS",
+    "SAMPLING_NAMES",
     "EngineOptions",
     "RequestModel",
-    "SameUnder",
     "ScenarioModel",
     "StepModel",
     "cross_check",
 ]
-
-#: Checks that look a request up among the golden records.
-GOLDEN_CHECKS = ("tokens_match_golden", "logits_within_yardstick", "logprobs_by_value")
-
-#: What may surround the requests of a scenario in an arm `batch=…`.
-BATCH_ARMS = ("alone", "mixed", "late", "aborted_neighbour")
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
 Count = Annotated[int, Field(ge=1)]
@@ -58,6 +50,8 @@ def _bare(value: Any) -> Any:
 
 
 Names = Annotated[list[Name], BeforeValidator(_listed), Field(min_length=1)]
+#: {name: arguments}; the arguments are checked by `conformance.checks.lint`.
+Check = Annotated[dict[str, Any], BeforeValidator(_bare), Field(min_length=1, max_length=1)]
 Texts = Annotated[list[Text], BeforeValidator(_listed), Field(min_length=1)]
 
 
@@ -167,14 +161,6 @@ class Run(_Closed):
     poison: bool = False
 
 
-class ExpectError(_Closed):
-    """Submit `request`, which must be refused by this error."""
-
-    request: Name
-    type: Text | None = None
-    message_contains: Texts | None = None
-
-
 class StepModel(_OneOf):
     """One step. Without arguments its bare name will do."""
 
@@ -187,80 +173,12 @@ class StepModel(_OneOf):
     poison: None = None
     fragment: None = None
     swap_weights: Annotated[list[Text], Field(min_length=2, max_length=2)] | None = None
-    expect_error: ExpectError | None = None
+    expect_error: Annotated[dict[Name, Any], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _needs_argument(self) -> StepModel:
         if self.argument is None and self.kind not in ("run", "reset_cache", "poison", "fragment"):
             raise ValueError(f"step {self.kind} needs an argument")
-        return self
-
-
-class Bounds(_Closed):
-    """A number's range, both ends included."""
-
-    min: Index | None = None
-    max: Index | None = None
-
-
-class ErrorCheck(_Closed):
-    """An error that must have happened, by its type and words of its message."""
-
-    request: Name | None = None
-    load: Literal[True] | None = None
-    type: Text | None = None
-    message_contains: Texts | None = None
-
-    @model_validator(mode="after")
-    def _one_place(self) -> ErrorCheck:
-        if (self.request is None) == (self.load is None):
-            raise ValueError("give either request: NAME or load: true")
-        if self.type is None and self.message_contains is None:
-            raise ValueError("give type, message_contains, or both: any error would pass otherwise")
-        return self
-
-
-class SameUnder(_Closed):
-    """Configurations under which every request must answer the same."""
-
-    chunk: Annotated[list[Count], Field(min_length=1)] | None = None
-    block_size: Annotated[list[Count], Field(min_length=1)] | None = None
-    batch: (
-        Annotated[list[Literal["alone", "mixed", "late", "aborted_neighbour"]], Field(min_length=1)] | None
-    ) = None
-    prefix_cache: Annotated[list[Literal["on", "off", "hit"]], Field(min_length=1)] | None = None
-    preempt: Annotated[list[Count], Field(min_length=1)] | Literal["every"] | None = None
-    backend: Annotated[list[Text], Field(min_length=1)] | None = None
-    threads: Annotated[list[Count], Field(min_length=1)] | None = None
-
-    @model_validator(mode="after")
-    def _some_axis(self) -> SameUnder:
-        if not self.model_fields_set:
-            raise ValueError(f"name at least one of {', '.join(type(self).model_fields)}")
-        return self
-
-
-Condition = Annotated[str, StringConstraints(pattern=r"^(>=|<=|==|>|<) ?\d+$")] | Index
-
-
-class CheckModel(_OneOf):
-    """One check. Golden checks take the requests they judge; none means every one with a golden."""
-
-    tokens_match_golden: Names | None = None
-    logits_within_yardstick: Names | None = None
-    logprobs_by_value: Names | None = None
-    cached_tokens: Annotated[dict[Name, Index | Bounds], Field(min_length=1)] | None = None
-    finish_reason: Annotated[dict[Name, str], Field(min_length=1)] | None = None
-    text_equals: Annotated[dict[Name, str], Field(min_length=1)] | None = None
-    happened: Annotated[dict[str, Condition], Field(min_length=1)] | None = None
-    pool_conserved: None = None
-    same_under: SameUnder | None = None
-    error: ErrorCheck | None = None
-
-    @model_validator(mode="after")
-    def _needs_argument(self) -> CheckModel:
-        if self.kind not in (*GOLDEN_CHECKS, "pool_conserved") and self.argument is None:
-            raise ValueError(f"check {self.kind} needs an argument")
         return self
 
 
@@ -292,7 +210,7 @@ class ScenarioModel(_Closed):
     damage: Damage | None = None
     requests: dict[Name, RequestModel] = {}
     steps: list[Annotated[StepModel, BeforeValidator(_bare)]] = []
-    checks: Annotated[list[Annotated[CheckModel, BeforeValidator(_bare)]], Field(min_length=1)]
+    checks: Annotated[list[Check], Field(min_length=1)]
 
 
 def cross_check(model: ScenarioModel) -> list[tuple[tuple[str | int, ...], str]]:
@@ -316,13 +234,8 @@ def _used_names(model: ScenarioModel) -> Iterator[tuple[tuple[str | int, ...], s
         elif step.kind == "run" and step.argument is not None:
             names = step.argument.preempt or []
         elif step.kind == "expect_error":
-            names = [step.argument.request]
+            names = list(step.argument)
         yield from ((("steps", i), name) for name in names if name != "every" or step.kind == "submit")
-    for i, check in enumerate(model.checks):
-        if check.kind in (*GOLDEN_CHECKS, "cached_tokens", "finish_reason", "text_equals"):
-            yield from ((("checks", i), name) for name in check.argument or ())
-        elif check.kind == "error" and check.argument.request is not None:
-            yield ("checks", i), check.argument.request
 
 
 def _matrix_problems(model: ScenarioModel) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -351,7 +264,7 @@ def _submission_problems(model: ScenarioModel) -> Iterator[tuple[tuple[str | int
         if step.kind == "submit":
             names = step.argument
         elif step.kind == "expect_error":
-            names = [step.argument.request]
+            names = list(step.argument)
         for name in names:
             if name in submitted:
                 yield ("steps", i), f"request {name!r} is submitted twice: give the second its own name"

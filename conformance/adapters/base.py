@@ -36,6 +36,7 @@ __all__ = [
     "Stepped",
     "TokenLogprob",
     "Traced",
+    "Weights",
 ]
 
 #: Every capability a scenario may need. Declared by an adapter, verified by `conformance doctor`.
@@ -268,4 +269,13 @@ class KVAccess(Protocol):
 
     def read_kv(self, request_id: str) -> list[tuple[NDArray[np.generic], NDArray[np.generic]]]:
         """Per layer (k, v), each [positions, kv heads, head_dim], in logical order."""
+        ...
+
+
+@runtime_checkable
+class Weights(Protocol):
+    """The engine's weights can be exchanged while it is loaded (feature "update_weights")."""
+
+    def swap_weights(self, first: str, second: str) -> None:
+        """Exchange two parameters of equal shape, by their names in the checkpoint."""
         ...

@@ -1,0 +1,282 @@
+"""minivllm as an engine to be judged: every feature, through its public interface only.
+
+Loaded models are kept in the process, because a scenario loads the same one for each of its many
+passes. The KV cache, the scheduler and all else are new each time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import minivllm
+from conformance.adapters.base import (
+    FEATURES,
+    Capabilities,
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    ModelSource,
+    PoolState,
+    TokenLogprob,
+)
+from minivllm.build import resolve
+from minivllm.config import EngineConfig
+from minivllm.engine import LLMEngine
+from minivllm.errors import MiniVLLMError, UnsupportedError
+from minivllm.layers import make_ops
+from minivllm.models import DecoderModel, load_model, load_model_config
+from minivllm.request import Logprob, RequestOutput, SamplingParams
+from minivllm.trace import Event
+
+__all__ = ["DEFAULT_POOL_BYTES", "KEPT_MODELS", "MiniVLLMAdapter"]
+
+#: Size of the KV pool of a scenario that does not say: enough for a thousand tokens of SmolLM2.
+DEFAULT_POOL_BYTES = 64 * 2**20
+
+#: How many loaded models are kept; the one used longest ago goes first.
+KEPT_MODELS = 3
+
+_ModelKey = tuple[str, str, str, int]
+_models: OrderedDict[_ModelKey, DecoderModel] = OrderedDict()
+#: (model, dtype, device, most rows) whose probe has passed.
+_probed: set[tuple[str, str, str, int]] = set()
+
+
+class MiniVLLMAdapter:
+    """See `conformance.adapters.base` for the methods.
+
+    Args:
+        options: `EngineConfig` fields, and "threads" (CPU threads inside operators).
+    """
+
+    def __init__(self, model: ModelSource, options: Mapping[str, Any]) -> None:
+        self._source = model
+        self._options = dict(options)
+        self._threads: int | None = self._options.pop("threads", None)
+        if not {"num_kv_blocks", "kv_cache_memory_bytes"} & set(self._options):
+            self._options["kv_cache_memory_bytes"] = DEFAULT_POOL_BYTES
+        self._engine: LLMEngine | None = None
+        self._outputs: dict[str, EngineOutput] = {}
+        self._events: list[Event] = []
+        self._weights_changed = False
+        self._threads_before = torch.get_num_threads()
+
+    # ---- a minimal adapter ----------------------------------------------------------------------
+
+    def __enter__(self) -> MiniVLLMAdapter:
+        self._threads_before = torch.get_num_threads()
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        config = self._config()
+        self._engine = LLMEngine(config, trace=self._events.append, model=self._model(config))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine = None
+        torch.set_num_threads(self._threads_before)
+        if self._weights_changed:
+            for key in [key for key in _models if key[0] == str(self._source.path)]:
+                del _models[key]
+
+    def capabilities(self) -> Capabilities:
+        missing = self._why_not_bitwise()
+        return Capabilities(
+            engine="minivllm",
+            version=minivllm.__version__,
+            dtypes=("float32", "bfloat16"),
+            features=frozenset(FEATURES) - frozenset(missing),
+            options=frozenset(EngineConfig.__dataclass_fields__) - {"model"} | {"threads"},
+            missing=missing,
+        )
+
+    def generate(self, requests: Sequence[EngineRequest]) -> list[EngineOutput]:
+        refused = {}
+        for request in requests:
+            error = self.submit(request)
+            if error is not None:
+                refused[request.request_id] = EngineOutput(request.request_id, "", True, error=error)
+        while self.advance():
+            pass
+        return [refused.get(r.request_id) or self._outputs[r.request_id] for r in requests]
+
+    # ---- step by step ---------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest) -> EngineError | None:
+        sampling = dict(request.sampling)
+        if request.forced_token_ids is not None:
+            sampling["forced_token_ids"] = request.forced_token_ids
+        try:
+            self._loaded.add_request(
+                request.request_id,
+                self._prompt(request),
+                SamplingParams.from_dict(sampling),
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                capture=request.capture,
+            )
+        except MiniVLLMError as error:
+            return EngineError(type(error).__name__, str(error))
+        self._outputs[request.request_id] = EngineOutput(request.request_id, "", False)
+        return None
+
+    def advance(self) -> bool:
+        for output in self._loaded.step():
+            self._outputs[output.request_id] = _convert(output)
+        return self._loaded.has_unfinished_requests()
+
+    def abort(self, request_id: str) -> None:
+        self._outputs[request_id] = _convert(self._loaded.abort_request(request_id))
+
+    def outputs(self) -> list[EngineOutput]:
+        return list(self._outputs.values())
+
+    # ---- hooks ----------------------------------------------------------------------------------
+
+    def preempt(self, request_id: str) -> bool:
+        return self._loaded.preempt_request(request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        return self._loaded.reset_prefix_cache()
+
+    def poison(self) -> int:
+        return self._loaded.poison()
+
+    def pool(self) -> PoolState:
+        counts = self._loaded.pool_counts()
+        return PoolState(counts.total, counts.free, counts.cached, counts.in_use)
+
+    def drain_events(self) -> list[Mapping[str, Any]]:
+        events: list[Mapping[str, Any]] = [
+            {"event": _snake_case(type(event).__name__), **asdict(event)} for event in self._events
+        ]
+        self._events.clear()
+        return events
+
+    def stages(self, request_id: str) -> Mapping[str, NDArray[np.generic]]:
+        return self._loaded.stages(request_id)
+
+    def read_kv(self, request_id: str) -> list[tuple[NDArray[np.generic], NDArray[np.generic]]]:
+        return [(_numpy(k), _numpy(v)) for k, v in self._loaded.read_kv(request_id)]
+
+    def swap_weights(self, first: str, second: str) -> None:
+        parameters = dict(self._loaded.model.named_parameters())
+        unknown = sorted({first, second} - set(parameters))
+        if unknown:
+            raise ValueError(f"no parameter {unknown}; the model has {sorted(parameters)}")
+        a, b = parameters[first], parameters[second]
+        if a.shape != b.shape:
+            raise ValueError(f"{first} is {tuple(a.shape)} and {second} is {tuple(b.shape)}: cannot swap")
+        self._weights_changed = True
+        with torch.no_grad():
+            kept = a.clone()
+            a.copy_(b)
+            b.copy_(kept)
+
+    # ---- pieces ---------------------------------------------------------------------------------
+
+    @property
+    def _loaded(self) -> LLMEngine:
+        if self._engine is None:
+            raise RuntimeError("the adapter is not entered: use it in a `with` statement")
+        return self._engine
+
+    def _config(self) -> EngineConfig:
+        return EngineConfig.from_dict({"model": str(self._source.path), **self._options})
+
+    def _model(self, config: EngineConfig) -> DecoderModel:
+        resolved = resolve(config, load_model_config(self._source.path))
+        key = (config.model, resolved.dtype, resolved.device, resolved.max_model_len)
+        if key in _models:
+            _models.move_to_end(key)
+            return _models[key]
+        device = torch.device(resolved.device)
+        model = load_model(
+            self._source.path,
+            dtype=getattr(torch, resolved.dtype),
+            device=device,
+            ops=make_ops(resolved.ops_backend, device),
+            max_model_len=resolved.max_model_len,
+        )
+        if not self._source.sha256.startswith("damaged-"):
+            _models[key] = model
+            while len(_models) > KEPT_MODELS:
+                _models.popitem(last=False)
+        return model
+
+    def _why_not_bitwise(self) -> dict[str, str]:
+        """{"bitwise": reason}, or nothing when the probe of this model passes."""
+        if not self._options.get("batch_invariant"):
+            return {"bitwise": "batch_invariant is off"}
+        try:
+            config = self._config()
+            model = self._model(config)
+            resolved = resolve(config, model.config)
+            probe = (config.model, resolved.dtype, resolved.device, config.max_num_batched_tokens)
+            if probe not in _probed:
+                ops = make_ops(resolved.ops_backend, torch.device(resolved.device))
+                ops.prepare(model, max_rows=config.max_num_batched_tokens)
+                _probed.add(probe)
+        except MiniVLLMError as error:
+            return {"bitwise": str(error)}
+        return {}
+
+    def _prompt(self, request: EngineRequest) -> str | Mapping[str, Any]:
+        if request.prompt_token_ids is not None:
+            return {"prompt_token_ids": list(request.prompt_token_ids)}
+        if request.chat is not None:
+            tokenizer = self._loaded.tokenizer
+            if tokenizer is None:
+                raise UnsupportedError("this model has no tokenizer, so no chat template")
+            return {"prompt_token_ids": tokenizer.encode_chat(request.chat)}
+        assert request.text is not None, "a request has ids, chat or text"
+        return request.text
+
+
+def _convert(output: RequestOutput) -> EngineOutput:
+    completion = output.outputs[0]
+    logprobs, prompt_logprobs = completion.logprobs, output.prompt_logprobs
+    return EngineOutput(
+        request_id=output.request_id,
+        text=completion.text,
+        finished=output.finished,
+        prompt_token_ids=tuple(output.prompt_token_ids),
+        token_ids=tuple(completion.token_ids),
+        choice_token_ids=tuple(completion.choice_token_ids),
+        logprobs=None if logprobs is None else tuple(_entries(row) for row in logprobs),
+        prompt_logprobs=None
+        if prompt_logprobs is None
+        else tuple(None if row is None else _entries(row) for row in prompt_logprobs),
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        num_cached_tokens=output.num_cached_tokens,
+        num_preemptions=output.num_preemptions,
+        error=None if output.error is None else EngineError("RequestFailed", output.error),
+    )
+
+
+def _entries(row: Mapping[int, Logprob]) -> tuple[TokenLogprob, ...]:
+    """Most likely first; equal ones in order of id."""
+    ordered = sorted(row.items(), key=lambda item: (-item[1].logprob, item[0]))
+    return tuple(TokenLogprob(token, entry.logprob, entry.rank) for token, entry in ordered)
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+def _numpy(tensor: torch.Tensor) -> NDArray[np.generic]:
+    # numpy has no bfloat16; float32 holds each of its values exactly.
+    exact = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+    array: NDArray[np.generic] = exact.cpu().numpy()
+    return array

@@ -1,0 +1,316 @@
+"""The arms of `same_under`: how one scenario runs again under another configuration.
+
+An arm that the engine cannot be put into is not run; an arm that ran without its condition ever
+coming true (no prompt was split, no cached token was found, nobody was preempted) is an error,
+because agreement would prove nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from conformance.adapters.base import Capabilities, EngineOutput, EngineRequest
+from conformance.checks.arguments import AXES, arm_name
+from conformance.drive import ANCILLARY, Drive, filler, step_features
+from conformance.scenario import Scenario, Step
+
+__all__ = ["Arm", "ArmNotFired", "Outcome", "PassPlan", "expand_arms", "plan_arm", "why_not_offered"]
+
+
+class ArmNotFired(RuntimeError):
+    """An arm ran, but what it should vary never happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One value on one axis of a same_under check."""
+
+    axis: str
+    value: Any
+
+    @property
+    def name(self) -> str:
+        return arm_name(self.axis, self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a pass did, as far as an arm needs it to know whether it fired."""
+
+    drive: Drive
+    outputs: Mapping[str, EngineOutput]
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """One pass to execute.
+
+    Attributes:
+        options: engine options, dtype and device included.
+        extra: requests beside the scenario's: neighbours and warm-ups.
+        judged: names of the requests to record; None records all of the scenario's.
+        preempt_at: preempt everything after this many steps.
+        fired: how often the arm's condition came true; None where the engine does not tell.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    steps: tuple[Step, ...]
+    forced: bool = False
+    extra: Mapping[str, EngineRequest] = field(default_factory=dict)
+    judged: tuple[str, ...] | None = None
+    preempt_at: int | None = None
+    arm: Arm | None = None
+    fired: Callable[[Outcome], int | None] = lambda _outcome: 1
+
+
+def expand_arms(scenario: Scenario, live_after: Sequence[int]) -> list[Arm]:
+    """All arms of the scenario, `preempt: every` as one arm per step that left a request alive."""
+    arms = []
+    for check in scenario.check("same_under"):
+        for axis, values in check.args.items():
+            if axis not in AXES:
+                continue
+            for value in values:
+                if axis == "preempt" and value == "every":
+                    arms += [Arm(axis, k) for k, live in enumerate(live_after, 1) if live]
+                else:
+                    arms.append(Arm(axis, value))
+    return list(dict.fromkeys(arms))
+
+
+def why_not_offered(arm: Arm, scenario: Scenario, capabilities: Capabilities) -> str | None:
+    """Why the engine cannot run this arm; None if it can."""
+    features = set(_NEEDS[arm.axis])
+    if arm.axis == "batch" and arm.value in ("late", "aborted_neighbour"):
+        features.add("stepped")
+    if arm.axis not in ("batch", "order"):
+        features |= step_features(scenario.steps)
+    for feature in sorted(features - capabilities.features):
+        reason = capabilities.missing.get(feature)
+        return f"{capabilities.engine} lacks {feature}" + (f": {reason}" if reason else "")
+    for option in _OPTIONS.get(arm.axis, ()):
+        if option not in capabilities.options:
+            return f"{capabilities.engine} does not honour the option {option}"
+    return None
+
+
+def plan_arm(
+    arm: Arm, scenario: Scenario, options: Mapping[str, Any], requests: Mapping[str, EngineRequest]
+) -> PassPlan:
+    """How to run one arm.
+
+    Args:
+        options: of the free pass.
+        requests: the scenario's, with prompt ids where known.
+    """
+    plan = PassPlan(arm.name, options, scenario.steps, arm=arm)
+    return _PLANS[arm.axis](plan, arm.value, scenario, requests)
+
+
+# ---- one function per axis ----------------------------------------------------------------------
+
+
+def _chunk(plan: PassPlan, value: Any, _s: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
+    options = {**plan.options, "max_num_batched_tokens": value, "enable_chunked_prefill": True}
+    return replace(plan, options=options, fired=_prompts_split)
+
+
+def _block_size(plan: PassPlan, value: Any, scenario: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
+    options = {**plan.options, "block_size": value}
+    if "num_kv_blocks" in options:
+        # The same room in tokens, plus the half-empty last block of each request.
+        tokens = (options["num_kv_blocks"] - 1) * plan.options.get("block_size", 16)
+        options["num_kv_blocks"] = 1 + -(-tokens // value) + len(scenario.requests)
+    return replace(plan, options=options)
+
+
+def _backend(plan: PassPlan, value: Any, _s: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
+    return replace(plan, options={**plan.options, "attention_backend": value, "batch_invariant": False})
+
+
+def _threads(plan: PassPlan, value: Any, _s: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
+    return replace(plan, options={**plan.options, "threads": value})
+
+
+def _preempt(plan: PassPlan, value: Any, _s: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
+    return replace(plan, preempt_at=value, fired=lambda outcome: len(outcome.drive.preempted))
+
+
+def _poison(plan: PassPlan, _v: Any, _s: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
+    steps = tuple(
+        replace(step, argument={**step.argument, "poison": True}) if step.kind == "run" else step
+        for step in plan.steps
+    )
+    return replace(plan, steps=steps, fired=_slots_poisoned)
+
+
+def _order(plan: PassPlan, _v: Any, scenario: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
+    names = _served(scenario)[::-1]
+    return _together(plan, names, {}, lambda _outcome: len(names) - 1)
+
+
+def _prefix_cache(
+    plan: PassPlan, value: Any, scenario: Scenario, requests: Mapping[str, EngineRequest]
+) -> PassPlan:
+    options = {**plan.options, "enable_prefix_caching": value in ("on", "hit", True)}
+    if value != "hit":
+        return replace(plan, options=options)
+    warm = {}
+    for name in _served(scenario):
+        sampling = {**requests[name].sampling, "max_tokens": 1}
+        # Prompt logprobs make an engine skip its cache, and a warm-up must fill it.
+        for unwanted in ("prompt_logprobs", "min_tokens", "logprobs", "forced_token_ids"):
+            sampling.pop(unwanted, None)
+        warm[f"{ANCILLARY}warm.{name}"] = replace(
+            requests[name],
+            request_id=f"{ANCILLARY}warm.{name}",
+            sampling=sampling,
+            capture=frozenset(),
+            forced_token_ids=None,
+        )
+    steps = (_submit(list(warm)), _run(), *scenario.steps)
+    return replace(plan, options=options, steps=steps, extra=warm, fired=_cached_tokens)
+
+
+def _batch(plan: PassPlan, value: Any, scenario: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
+    names = _served(scenario)
+    if value == "alone":
+        steps = [step for name in names for step in (_submit([name]), _run())]
+        return replace(plan, steps=tuple(steps), judged=tuple(names))
+    neighbours = _neighbours(plan.options)
+    first, *others = neighbours
+    if value == "mixed":
+        mixed = [name for pair in zip(names, _cycle(others, len(names)), strict=True) for name in pair]
+        order = list(dict.fromkeys([first, *mixed, *others]))
+        return _together(plan, order, neighbours, _sharing_steps, judged=names)
+    if value == "late":
+        steps = [_submit(list(neighbours)), Step("advance", 2, 0), _submit(names), _run()]
+    else:
+        aborted = [first, others[0]]
+        steps = [
+            _submit([first, *names, others[0]]),
+            Step("advance", 2, 0),
+            Step("abort", aborted, 0),
+            _run(),
+        ]
+        neighbours = {name: neighbours[name] for name in aborted}
+    return replace(plan, steps=tuple(steps), extra=neighbours, judged=tuple(names), fired=_sharing_steps)
+
+
+# ---- pieces -------------------------------------------------------------------------------------
+
+
+def _together(
+    plan: PassPlan,
+    order: list[str],
+    extra: Mapping[str, EngineRequest],
+    fired: Callable[[Outcome], int | None],
+    judged: Sequence[str] | None = None,
+) -> PassPlan:
+    steps = (_submit(order), _run())
+    return replace(plan, steps=steps, extra=extra, judged=tuple(judged or order), fired=fired)
+
+
+def _submit(names: list[str]) -> Step:
+    return Step("submit", names, 0)
+
+
+def _run() -> Step:
+    return Step("run", {"preempt": None, "period": 1, "poison": False}, 0)
+
+
+def _served(scenario: Scenario) -> list[str]:
+    """Requests that are to run to their end, in order of submission."""
+    aborted = {name for step in scenario.steps if step.kind == "abort" for name in step.argument}
+    submitted = [name for step in scenario.steps if step.kind == "submit" for name in step.argument]
+    return [name for name in submitted if name not in aborted and name not in scenario.must_fail]
+
+
+def _neighbours(options: Mapping[str, Any]) -> dict[str, EngineRequest]:
+    """Three requests of unequal length, small enough for a small pool."""
+    room = (options.get("num_kv_blocks", 1025) - 1) * options.get("block_size", 16)
+    longest = max(1, min(33, room // 4 - 8, options.get("max_model_len", 2048) - 9))
+    lengths = (min(5, longest), min(17, longest), longest)
+    made = [filler(100 + i, length, 8) for i, length in enumerate(lengths)]
+    return {request.request_id: request for request in made}
+
+
+def _cycle(names: Sequence[str], count: int) -> Iterator[str]:
+    return (names[i % len(names)] for i in range(count))
+
+
+# ---- did it really happen? ----------------------------------------------------------------------
+
+
+def _prompts_split(outcome: Outcome) -> int | None:
+    """Prompts that some step ended inside of."""
+    if "traced" not in outcome.drive.capabilities.features:
+        return None
+    lengths = {
+        e["request_id"]: e["num_prompt_tokens"] for e in outcome.drive.events if e["event"] == "submitted"
+    }
+    split = {
+        name
+        for event in outcome.drive.events
+        if event["event"] == "planned"
+        for name, start, size in event["scheduled"]
+        if start + size < lengths[name] and name in outcome.outputs
+    }
+    return len(split)
+
+
+def _sharing_steps(outcome: Outcome) -> int | None:
+    """Steps that computed a judged request beside a neighbour."""
+    if "traced" not in outcome.drive.capabilities.features:
+        return None
+    plans = [{row[0] for row in e["scheduled"]} for e in outcome.drive.events if e["event"] == "planned"]
+    return sum(
+        any(name.startswith(ANCILLARY) for name in names) and any(not n.startswith(ANCILLARY) for n in names)
+        for names in plans
+    )
+
+
+def _cached_tokens(outcome: Outcome) -> int:
+    return sum(
+        output.num_cached_tokens or 0
+        for name, output in outcome.outputs.items()
+        if not name.startswith(ANCILLARY)
+    )
+
+
+def _slots_poisoned(outcome: Outcome) -> int:
+    return sum(o.outcome["poisoned"] for o in outcome.drive.operations if o.kind == "run")
+
+
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "chunk": ("chunked_prefill",),
+    "block_size": ("block_size",),
+    "batch": (),
+    "prefix_cache": ("prefix_cache",),
+    "preempt": ("stepped", "preempt"),
+    "backend": (),
+    "threads": (),
+    "poison": ("stepped", "poison"),
+    "order": (),
+}
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "chunk": ("max_num_batched_tokens",),
+    "block_size": ("block_size",),
+    "prefix_cache": ("enable_prefix_caching",),
+    "backend": ("attention_backend",),
+    "threads": ("threads",),
+}
+_PLANS: Mapping[str, Callable[[PassPlan, Any, Scenario, Mapping[str, EngineRequest]], PassPlan]] = {
+    "chunk": _chunk,
+    "block_size": _block_size,
+    "batch": _batch,
+    "prefix_cache": _prefix_cache,
+    "preempt": _preempt,
+    "backend": _backend,
+    "threads": _threads,
+    "poison": _poison,
+    "order": _order,
+}

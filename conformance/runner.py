@@ -1,0 +1,350 @@
+"""Runs one scenario at one matrix point on one engine, and returns the history of it.
+
+Nothing is judged here. A scenario the engine cannot run raises `Skipped` with the reason; what the
+engine does wrong, a crash included, is written into the history for the checks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from conformance import EDITION, HISTORY_SCHEMA
+from conformance.adapters.base import (
+    Capabilities,
+    Controlled,
+    EngineAdapter,
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    ModelSource,
+    PoolState,
+    Stages,
+)
+from conformance.arms import ArmNotFired, Outcome, PassPlan, expand_arms, plan_arm, why_not_offered
+from conformance.canonical import request_key
+from conformance.checks.arguments import AXES
+from conformance.damage import damaged_copy
+from conformance.drive import Drive, step_features
+from conformance.environment import describe_environment
+from conformance.history import History, Operation, Pass, RequestRun
+from conformance.observe import kv_digests, reduce_logits
+from conformance.records import GoldenRecord
+from conformance.scenario import CheckSpec, RequestSpec, Scenario
+from conformance.store import RecordError, RecordStore
+
+__all__ = ["EngineFactory", "Skipped", "checks_for", "run_scenario", "skip_reason"]
+
+#: Makes an adapter, not yet entered, for a model and options (dtype and device among them).
+EngineFactory = Callable[[ModelSource, Mapping[str, Any]], EngineAdapter]
+
+#: What a request asks for → the feature that serves it.
+_REQUEST_FEATURES = {
+    "logprobs": "logprobs",
+    "prompt_logprobs": "prompt_logprobs",
+    "stop": "stop_strings",
+    "presence_penalty": "penalties",
+    "frequency_penalty": "penalties",
+    "repetition_penalty": "penalties",
+    "forced_token_ids": "forced_decode",
+}
+
+
+class Skipped(Exception):
+    """The engine cannot run this scenario at this point; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Golden:
+    """The record of one request, or why there is none."""
+
+    record: GoldenRecord | None
+    error: str | None
+
+
+def skip_reason(scenario: Scenario, point: Mapping[str, Any], capabilities: Capabilities) -> str | None:
+    """Why the engine cannot run the scenario at this point; None if it can."""
+    if point["dtype"] not in capabilities.dtypes:
+        offered = ", ".join(capabilities.dtypes)
+        return f"{capabilities.engine} does not offer {point['dtype']}; it offers {offered}"
+    wanted = {*scenario.needs, *step_features(scenario.steps)}
+    if {**scenario.engine, **point}.get("batch_invariant"):
+        wanted.add("bitwise")
+    for request in scenario.requests.values():
+        wanted |= {feature for name, feature in _REQUEST_FEATURES.items() if name in request.sampling}
+        wanted |= {"sampling"} if request.sampling["temperature"] > 0 else set()
+    for feature in sorted(wanted - capabilities.features):
+        reason = capabilities.missing.get(feature)
+        return f"{capabilities.engine} lacks {feature}" + (f": {reason}" if reason else "")
+    for option, values in scenario.matrix.items():
+        # An engine without the option runs the first value's point, once, and skips its copies.
+        if option not in capabilities.options and point[option] != values[0]:
+            return f"{capabilities.engine} does not honour the option {option}"
+    return None
+
+
+def checks_for(scenario: Scenario, history: History) -> list[CheckSpec]:
+    """The scenario's checks with same_under naming the arms that this history has.
+
+    `every` becomes the steps that were preempted, and arms the engine does not offer are left
+    out; a check of which nothing is left is dropped, and the history tells the reason of each.
+    """
+    ran = {one.name for one in history.passes}
+    skipped = {f"{a['axis']}={a['value']}" for a, _ in _arms_not_offered(history)}
+    checks = []
+    for check in scenario.checks:
+        if check.name != "same_under":
+            checks.append(check)
+            continue
+        args: dict[str, Any] = {}
+        for axis, values in check.args.items():
+            if axis in AXES:
+                steps = [int(name.partition("=")[2]) for name in sorted(ran) if name.startswith("preempt=")]
+                kept = [v for v in values if v != "every" and f"{axis}={v}" not in skipped]
+                values = kept + (sorted(set(steps) - set(kept)) if "every" in values else [])
+            if values:
+                args[axis] = values
+        if any(axis in AXES for axis in args):
+            checks.append(replace(check, args=args))
+    return checks
+
+
+def _arms_not_offered(history: History) -> list[tuple[Any, str]]:
+    free = history.find("free")
+    operations = free.operations if free is not None else ()
+    return [(o.argument, o.outcome) for o in operations if o.kind == "arm_not_offered"]
+
+
+def run_scenario(
+    scenario: Scenario,
+    point: Mapping[str, Any],
+    factory: EngineFactory,
+    source: ModelSource,
+    store: RecordStore | None,
+) -> History:
+    """Run every pass of one scenario at one point.
+
+    Args:
+        point: one of `scenario.points()`, perhaps with another device.
+        source: the model named in the point.
+        store: golden records; None when there are none.
+
+    Raises:
+        Skipped: the engine lacks something the scenario needs.
+        DamageError: the scenario damages something this checkpoint does not have.
+    """
+    options = {**scenario.engine, **{k: v for k, v in point.items() if k != "model"}}
+    capabilities = factory(source, options).capabilities()
+    reason = skip_reason(scenario, point, capabilities)
+    if reason is not None:
+        raise Skipped(reason)
+    with damaged_copy(source, scenario.damage) if scenario.damage else nullcontext(source) as actual:
+        run = _ScenarioRun(
+            scenario, point, factory, actual, capabilities, _goldens(scenario, point, source, store)
+        )
+        passes = run.all_passes(
+            {k: v for k, v in options.items() if k in _ALWAYS or k in capabilities.options}
+        )
+    return History(
+        schema=HISTORY_SCHEMA,
+        edition=EDITION,
+        scenario=scenario.id,
+        point=dict(point),
+        model=source.name,
+        weights_sha256=actual.sha256,
+        dtype=point["dtype"],
+        device=str(point.get("device", "auto")),
+        capabilities=capabilities,
+        environment=describe_environment(),
+        passes=tuple(passes),
+    )
+
+
+_ALWAYS = ("dtype", "device")
+
+
+def _goldens(
+    scenario: Scenario, point: Mapping[str, Any], source: ModelSource, store: RecordStore | None
+) -> dict[str, _Golden]:
+    goldens = {}
+    for name, request in scenario.requests.items():
+        if not request.has_golden or name in scenario.must_fail:
+            goldens[name] = _Golden(None, None)
+            continue
+        try:
+            key = request_key(request.canonical(point["model"], point["dtype"]))
+            if store is None:
+                goldens[name] = _Golden(None, "no golden records are loaded")
+            else:
+                goldens[name] = _Golden(store.get(key, source.sha256), None)
+        except RecordError as error:
+            goldens[name] = _Golden(None, str(error))
+    return goldens
+
+
+class _ScenarioRun:
+    """One scenario at one point: what all its passes share."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        point: Mapping[str, Any],
+        factory: EngineFactory,
+        source: ModelSource,
+        capabilities: Capabilities,
+        goldens: Mapping[str, _Golden],
+    ) -> None:
+        self.scenario, self.point, self.factory, self.source = scenario, point, factory, source
+        self.capabilities, self.goldens = capabilities, goldens
+        self.requests = {name: self._request(spec) for name, spec in scenario.requests.items()}
+
+    def all_passes(self, options: Mapping[str, Any]) -> list[Pass]:
+        """The free pass, the forced one if something diverged, and the arms."""
+        plan = PassPlan("free", options, self.scenario.steps)
+        free, drive = self._execute(plan)
+        arms = expand_arms(self.scenario, drive.live_after)
+        not_offered = [(arm, why_not_offered(arm, self.scenario, self.capabilities)) for arm in arms]
+        notes = [
+            Operation("arm_not_offered", {"axis": arm.axis, "value": arm.value}, reason)
+            for arm, reason in not_offered
+            if reason is not None
+        ]
+        unused = sorted(set(self.scenario.engine) - set(options))
+        if unused:
+            notes.append(Operation("options_not_honoured", unused))
+        passes = [replace(free, operations=(*notes, *free.operations))]
+        if free.error is not None:
+            return passes
+        if "forced_decode" in self.capabilities.features and self._diverged(free):
+            passes.append(self._execute(replace(plan, name="forced", forced=True))[0])
+        for arm, reason in not_offered:
+            if reason is None:
+                passes.append(self._execute(plan_arm(arm, self.scenario, options, self.requests))[0])
+        return passes
+
+    def _diverged(self, free: Pass) -> bool:
+        for spec in self.scenario.judged_by_golden():
+            record, output = self.goldens[spec.name].record, free.requests[spec.name].output
+            if record is None or output is None or output.token_ids is None:
+                continue
+            if any(a != b for a, b in zip(output.token_ids, record.token_ids, strict=False)):
+                return True
+        return False
+
+    # ---- one pass -------------------------------------------------------------------------------
+
+    def _execute(self, plan: PassPlan) -> tuple[Pass, Drive]:
+        started = time.perf_counter()
+        requests = {**self.requests, **plan.extra}
+        if plan.forced:
+            requests |= {name: self._forced(name) for name in self.requests}
+        adapter = self.factory(self.source, plan.options)
+        drive = Drive(adapter, self.capabilities, requests, plan.options, plan.preempt_at)
+        error: EngineError | None = None
+        before = after = None
+        runs: dict[str, RequestRun] = {}
+        try:
+            with adapter:
+                before = self._pool(adapter)
+                try:
+                    drive.execute(plan.steps)
+                except Exception as failure:  # a crash of the judged engine is an observation
+                    error = EngineError(type(failure).__name__, str(failure))
+                drive.note_events()
+                outputs = drive.outputs()
+                for name in self.requests if plan.judged is None else plan.judged:
+                    runs[name] = self._run(name, requests[name], outputs.get(name), drive)
+                after = self._pool(adapter)
+                if plan.arm is not None and error is None:
+                    self._must_have_fired(plan, Outcome(drive, outputs))
+        except Exception as failure:  # the same while loading, or while telling what it did
+            error = error or EngineError(type(failure).__name__, str(failure))
+        one = Pass(
+            name=plan.name,
+            options=dict(plan.options),
+            operations=tuple(drive.operations),
+            requests=runs,
+            events=tuple(drive.events),
+            pool_before=before,
+            pool_after=after,
+            seconds=time.perf_counter() - started,
+            error=error,
+        )
+        return one, drive
+
+    def _must_have_fired(self, plan: PassPlan, outcome: Outcome) -> None:
+        assert plan.arm is not None
+        count = plan.fired(outcome)
+        argument = {"axis": plan.arm.axis, "value": plan.arm.value}
+        outcome.drive.operations.append(Operation("arm", argument, {"fired": count}))
+        if count == 0:
+            raise ArmNotFired(f"{plan.arm.name} never took effect, so agreement would prove nothing")
+
+    def _pool(self, adapter: EngineAdapter) -> PoolState | None:
+        return cast("Controlled", adapter).pool() if "pool" in self.capabilities.features else None
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def _request(self, spec: RequestSpec) -> EngineRequest:
+        record = self.goldens[spec.name].record
+        ids: Sequence[int] | None = spec.prompt.get("token_ids")
+        text = spec.prompt.get("text")
+        chat = None
+        if "chat" in spec.prompt or "messages" in spec.prompt:
+            canonical = spec.canonical(self.point["model"], self.point["dtype"])
+            chat = tuple(canonical["prompt"]["messages"])
+        # A scenario that needs the engine's own tokenizer or template gets no ids to lean on.
+        if ids is None and record is not None and not {"text", "chat"} & set(self.scenario.needs):
+            ids = record.prompt_token_ids
+        return EngineRequest(
+            request_id=spec.name,
+            sampling=dict(spec.sampling),
+            prompt_token_ids=None if ids is None else tuple(ids),
+            text=text,
+            chat=chat,
+            cache_salt=spec.cache_salt,
+            priority=spec.priority,
+            capture=self._capture(spec),
+        )
+
+    def _capture(self, spec: RequestSpec) -> frozenset[str]:
+        if "stages" not in self.capabilities.features or spec.name in self.scenario.must_fail:
+            return frozenset()
+        capture = {"logits"}
+        if spec.sampling.get("prompt_logprobs") is not None:
+            capture.add("prompt_logits")
+        if self.scenario.check("same_under") and "bitwise" in self.capabilities.features:
+            capture.add("kv")
+        return frozenset(capture)
+
+    def _forced(self, name: str) -> EngineRequest:
+        record = self.goldens[name].record
+        request = self.requests[name]
+        return request if record is None else replace(request, forced_token_ids=record.token_ids)
+
+    def _run(
+        self, name: str, request: EngineRequest, output: EngineOutput | None, drive: Drive
+    ) -> RequestRun:
+        refused = drive.refused.get(name)
+        stages = {}
+        if request.capture and output is not None and refused is None:
+            stages = dict(cast("Stages", drive.adapter).stages(name))
+        golden = self.goldens[name]
+        record = golden.record
+        return RequestRun(
+            request_id=name,
+            sampling=dict(request.sampling),
+            output=None if refused is not None else output,
+            golden_key=None if record is None else record.key,
+            golden_error=golden.error,
+            prompt_token_ids=request.prompt_token_ids,
+            forced=request.forced_token_ids is not None,
+            texts=tuple(drive.texts.get(name, ())),
+            output_rows=reduce_logits(stages.get("logits"), None if record is None else record.output),
+            prompt_rows=reduce_logits(stages.get("prompt_logits"), None if record is None else record.prompt),
+            kv_digests=kv_digests(stages),
+            refused=refused,
+        )
