@@ -257,8 +257,8 @@ def _pooled_ratio(short: list[_Measured], everything: list[_Measured]) -> tuple[
 
 
 def _unit(yardstick: float) -> float:
-    # A yardstick of exactly zero (all arms exact) still needs a finite ratio to print.
-    return max(yardstick, float(np.finfo(np.float64).tiny))
+    # A yardstick of exactly zero (all arms exact) still needs a finite ratio, also when squared.
+    return max(yardstick, 1e-100)
 
 
 def _verdict(case: Case, one: _Measured, pooled: tuple[float, int], strict: bool) -> list[Finding]:
