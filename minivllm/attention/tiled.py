@@ -2,7 +2,7 @@
 
 Three things of a BLAS or a softmax kernel depend on shapes, and each is fixed here:
 
-- the score product, by the number of query rows: rows are padded to a multiple of 4;
+- the score product, by the number of rows: heads × query rows are padded to a multiple of 4;
 - the softmax sum, by the row's length below 16: rows are padded to whole tiles of keys;
 - the weighted sum, whose depth is the number of keys: it is cut into tiles counted from position 0,
   each short enough to be one chain of the BLAS, and the partial sums are added in order.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minivllm.attention.base import PagedBackend
 from minivllm.config import ModelConfig
+from minivllm.layers.probe import threads
 
 __all__ = ["KEY_TILE", "TiledBackend", "tiled_attention"]
 
@@ -30,7 +31,7 @@ KEY_TILE = {torch.float32: 192, torch.bfloat16: 512}
 chain in every shape measured. float16 is not measured, so not offered."""
 
 ROW_TILE = 4
-"""Query rows are padded to a multiple of this; fewer leave the BLAS's main kernel."""
+"""Rows of a product are padded to a multiple of this; fewer leave the BLAS's main kernel."""
 
 MAX_ROWS = 256
 """Query rows per pass: bounds the memory of the scores. A multiple of ROW_TILE, so bits are the same."""
@@ -48,13 +49,11 @@ class TiledBackend(PagedBackend):
             return f"its order of summation is proven on cpu only, got device {device}"
         if dtype not in KEY_TILE:
             return f"its key tile is known for float32 and bfloat16, got {dtype}"
-        return _probe(model.num_attention_heads, model.num_key_value_heads, model.head_dim, dtype)
+        heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+        return _probe(heads, kv_heads, model.head_dim, dtype, torch.get_num_threads())
 
     def mask(self, start: int, num_tokens: int) -> Tensor | None:
-        length = start + num_tokens
-        padded = -(-length // KEY_TILE[self.cache.dtype]) * KEY_TILE[self.cache.dtype]
-        positions = torch.arange(padded, device=self.cache.device)
-        return positions > positions[start:length, None]
+        return _hidden(start, start + num_tokens, KEY_TILE[self.cache.dtype], self.cache.device)
 
     def attend_request(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         assert mask is not None  # `mask` above always makes one
@@ -84,30 +83,69 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: floa
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def _hidden(start: int, end: int, tile: int, device: torch.device) -> Tensor:
+    """[end - start, end padded to whole tiles]: the keys after each row's own position."""
+    positions = torch.arange(-(-end // tile) * tile, device=device)
+    return positions > positions[start:end, None]
+
+
 def _attend_rows(q: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
     rows, heads, dim = q.shape
     kv_heads, length, _ = key.shape
     groups = heads // kv_heads
-    missing = -rows % ROW_TILE
     # The heads that share a KV head are more rows of one product: [kv_heads, rows × groups, dim].
-    query = F.pad(q, (0, 0, 0, 0, 0, missing)).view(-1, kv_heads, groups, dim)
-    query = query.transpose(0, 1).reshape(kv_heads, -1, dim)
-    scores = torch.bmm(query, key.transpose(1, 2)).mul_(scale)
-    # Padded rows see everything: their weights must be finite, and nobody reads them.
-    unseen = F.pad(hidden, (0, 0, 0, missing)).repeat_interleave(groups, dim=0)
+    query = q.view(rows, kv_heads, groups, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
+    missing = -query.shape[1] % ROW_TILE
+    scores = torch.bmm(F.pad(query, (0, 0, 0, missing)), key.transpose(1, 2)).mul_(scale)
+    # Padding rows hide nothing: their weights must be finite, and nobody reads them.
+    unseen = F.pad(hidden.repeat_interleave(groups, dim=0), (0, 0, 0, missing))
     scores.masked_fill_(unseen, float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
 
     tile = KEY_TILE[q.dtype]
     # Starts from +0, so that a tile of hidden keys (a sum of +0) changes no bit, not even of a -0.
-    total = torch.zeros(kv_heads, query.shape[1], dim, dtype=torch.float32)
+    total = torch.zeros(kv_heads, weights.shape[1], dim, dtype=torch.float32)
     for first in range(0, length, tile):
         part = weights[:, :, first : first + tile].contiguous()
         total += torch.bmm(part, value[:, first : first + tile])
-    out = total.to(q.dtype).view(kv_heads, -1, groups, dim).transpose(0, 1)
-    return out.reshape(-1, heads, dim)[:rows]
+    out = total[:, : rows * groups].to(q.dtype).view(kv_heads, rows, groups, dim)
+    return out.transpose(0, 1).reshape(rows, heads, dim)
 
 
 @cache
-def _probe(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
+def _probe(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, most_threads: int) -> str | None:
+    """Why rows depend on their chunk or on threads here, or None when they do not.
+
+    Keys come in equal pairs with opposite values, so that the exact result is near 0 and a changed
+    order of summation shows. Windows of rows around 0, one tile and two tiles are computed whole,
+    and again in chunks and as decode rows. Of many KV heads two are enough: they are a batch of
+    equal products.
+    """
+    heads, kv_heads = heads // kv_heads * min(kv_heads, 2), min(kv_heads, 2)
+    tile = KEY_TILE[dtype]
+    generator = torch.Generator().manual_seed(0)
+    half = tile + 20
+    q = torch.randn(2 * half, heads, dim, generator=generator).to(dtype)
+    k = torch.randn(half, kv_heads, dim, generator=generator).repeat_interleave(2, 0).to(dtype)
+    v = torch.randn(half, kv_heads, dim, generator=generator).repeat_interleave(2, 0).to(dtype)
+    v[1::2] *= -1
+
+    def rows(start: int, end: int) -> Tensor:
+        hidden = _hidden(start, end, tile, q.device)
+        return tiled_attention(q[start:end], k[:end], v[:end], hidden, dim**-0.5)
+
+    for first, last in ((0, 20), (tile - 9, tile + 9), (2 * tile - 9, 2 * tile + 40)):
+        with threads(1):
+            expected = rows(first, last)
+        for count in sorted({1, most_threads}):
+            with threads(count):
+                for chunk, stride in ((1, 5), (3, 3), (16, 16)):
+                    for start in range(first, last, stride):
+                        end = min(start + chunk, last)
+                        if not torch.equal(rows(start, end), expected[start - first : end - first]):
+                            return (
+                                f"the row of a position in {start} … {end - 1} depends on its chunk or on "
+                                f"threads for {heads} heads, {kv_heads} KV heads of {dim}, {dtype}, "
+                                f"{count} threads"
+                            )
     return None
