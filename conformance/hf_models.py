@@ -81,7 +81,11 @@ def load_hf(path: Path, dtype: torch.dtype, attn_implementation: str = "eager") 
         module = _from_gguf(path, model_class, config, dtype, attn_implementation)
     else:
         module, report = model_class.from_pretrained(
-            path, dtype=dtype, attn_implementation=attn_implementation, output_loading_info=True
+            path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            ignore_mismatched_sizes=True,  # so that the report below names them, too
+            output_loading_info=True,
         )
         wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
         if wrong:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from conformance import EDITION, RECORD_SCHEMA
 from conformance.adapters.base import ModelSource
-from conformance.canonical import parse_canonical, request_key
+from conformance.canonical import CanonicalError, parse_canonical, request_key
 from conformance.hf_models import (
     HFModel,
     NoTruth,
@@ -89,6 +89,10 @@ class Reference:
             NoTruth: Hugging Face cannot answer, or contradicts itself.
         """
         request = parse_canonical(request)
+        if request["model"] != self.source.name:
+            raise CanonicalError(
+                f"the request is for {request['model']!r}, this reference is about {self.source.name!r}"
+            )
         dtype = request["dtype"]
         prompt = prompt_token_ids(self._tokenizer, request["prompt"])
         self._check_rope(len(prompt) + request["max_tokens"])
