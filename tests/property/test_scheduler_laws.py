@@ -1,0 +1,570 @@
+"""Scheduler and block manager under random histories, against a model that knows every KV value.
+
+The value a fake runner stores for a token is chained over the token's whole prefix, so a read of
+any wrong slot is seen at once, and the sampled tokens depend on it. Pools, blocks and
+vocabularies are tiny: that is where collisions of every kind happen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
+
+from minivllm.cache import BlockManager, PrefixChain, PrefixIndex, PrefixMatch
+from minivllm.errors import CapacityError, MiniVLLMError, PromptTooLong
+from minivllm.request import (
+    FinishReason,
+    MediaSpan,
+    Request,
+    RequestStatus,
+    SampledToken,
+    SamplingParams,
+    ScheduledRequest,
+    StepPlan,
+    StepResult,
+)
+from minivllm.scheduler import Scheduler
+from minivllm.trace import Event, Preempted, PrefixHit
+
+EOS = 0
+MASK = (1 << 61) - 1
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A request to make. With `follows`, its prompt continues what that request has by then."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int | None
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+    salt: str | None
+    image: tuple[int, int, str] | None
+    priority: int
+    prompt_logprobs: int | None
+    follows: int | None
+
+
+@dataclass(frozen=True)
+class Case:
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    budget: int
+    max_model_len: int
+    chunked: bool
+    caching: bool
+    policy: Literal["fcfs", "priority"]
+    vocabulary: int
+    specs: tuple[Spec, ...]
+    script: tuple[tuple[str, int], ...]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    vocabulary = draw(st.integers(2, 3))
+    tokens = st.integers(0, vocabulary - 1)
+    specs: list[Spec] = []
+    stems = draw(st.lists(st.lists(tokens, min_size=1, max_size=6), min_size=1, max_size=2))
+
+    def spec(number: int) -> Spec:
+        if specs and draw(st.integers(0, 2)) == 0:
+            return specs[-1]  # the same again, so that equal prompts meet in one step
+        prompt = (*draw(st.sampled_from(stems)), *draw(st.lists(tokens, max_size=4)))
+        max_tokens = draw(st.integers(1, 8)) if draw(st.integers(0, 11)) else None
+        image = None
+        if draw(st.integers(0, 5)) == 0:
+            start = draw(st.integers(0, len(prompt) - 1))
+            image = (start, draw(st.integers(1, len(prompt) - start)), draw(st.sampled_from("ab")))
+        return Spec(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            min_tokens=draw(st.integers(0, max_tokens or 2)),
+            ignore_eos=draw(st.booleans()),
+            stop_token_ids=(1,) if draw(st.integers(0, 5)) == 0 else (),
+            salt=draw(st.sampled_from([None, None, None, None, "a"])),
+            image=image,
+            priority=draw(st.integers(0, 1)),
+            prompt_logprobs=0 if draw(st.integers(0, 7)) == 0 else None,
+            follows=draw(st.integers(0, number - 1)) if number and not draw(st.integers(0, 3)) else None,
+        )
+
+    block_size = draw(st.integers(1, 4))
+    chunked = draw(st.integers(0, 3)) > 0
+    for number in range(draw(st.integers(2, 6))):
+        specs.append(spec(number))
+    kinds = ["add", "add", "step", "step", "step", "abort", "preempt", "reset"]
+    kinds += ["step+abort", "step+preempt", "step+fail", "plan"]
+    return Case(
+        block_size=block_size,
+        num_blocks=1 - -draw(st.integers(6, 24)) // block_size,
+        max_num_seqs=draw(st.integers(1, 4)),
+        budget=draw(st.integers(1, 12) if chunked else st.integers(6, 14)),
+        max_model_len=draw(st.integers(10, 20)),
+        chunked=chunked,
+        caching=draw(st.integers(0, 4)) > 0,
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        vocabulary=vocabulary,
+        specs=tuple(specs),
+        script=tuple(
+            draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 5)), min_size=6, max_size=30))
+        ),
+    )
+
+
+class Model:
+    """KV values and next tokens as pure functions of a request's prefix."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def values(self, request: Request, tokens: list[int]) -> list[int]:
+        value = 1 if request.cache_salt is None else 2
+        out = []
+        for position, token in enumerate(tokens):
+            row = 0
+            for span in request.media:
+                if span.start <= position < span.start + span.length:
+                    row = (position - span.start + 1) * 31 + ord(span.content_hash)
+            value = (value * 6364136223846793005 + token * 1442695040888963407 + row * 97 + 11) & MASK
+            out.append(value)
+        return out
+
+    def next_token(self, value: int) -> int:
+        return (value >> 23) % self.vocabulary
+
+    def solo(self, request: Request, most: int) -> tuple[list[int], FinishReason, int | None]:
+        """What the request must generate, by the plain reading of its parameters."""
+        sampling = request.sampling
+        tokens = request.token_ids[: request.num_prompt_tokens]
+        generated: list[int] = []
+        while True:
+            token = self.next_token(self.values(request, tokens)[-1])
+            tokens.append(token)
+            generated.append(token)
+            if len(generated) >= sampling.min_tokens:
+                if token == EOS and not sampling.ignore_eos:
+                    return generated, FinishReason.STOP, None
+                if token in sampling.stop_token_ids:
+                    return generated, FinishReason.STOP, token
+            if len(tokens) == most:
+                return generated, FinishReason.LENGTH, None
+
+
+@dataclass
+class World:
+    """The scheduler under test, the fake KV memory, and what has been seen."""
+
+    case: Case
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        case = self.case
+        self.events: list[Event] = []
+        self.manager = BlockManager(
+            case.num_blocks,
+            case.block_size,
+            enable_prefix_caching=case.caching,
+            prefix_seed=0,
+            trace=self.events.append,
+        )
+        self.scheduler = Scheduler(
+            block_manager=self.manager,
+            max_num_seqs=case.max_num_seqs,
+            max_num_batched_tokens=case.budget,
+            max_model_len=case.max_model_len,
+            enable_chunked_prefill=case.chunked,
+            policy=case.policy,
+            trace=self.events.append,
+        )
+        self.model = Model(case.vocabulary)
+        self.memory: dict[int, int | None] = {}
+        self.made: list[Request] = []
+        self.expected: dict[str, tuple[list[int], FinishReason, int | None]] = {}
+        self.disturbed: set[str] = set()  # aborted or failed on purpose
+        self.most: dict[str, int] = {}
+        self.history: dict[str, list[int]] = {}  # tokens of each request when last planned
+
+    # --- operations
+
+    def add(self) -> None:
+        if len(self.made) == len(self.case.specs):
+            return
+        number = len(self.made)
+        spec = self.case.specs[number]
+        prompt = list(spec.prompt)
+        if spec.follows is not None:
+            prompt = [*self.made[spec.follows].token_ids, *prompt]
+        request = Request(
+            f"r{number}",
+            prompt,
+            len(prompt),
+            SamplingParams(
+                max_tokens=spec.max_tokens,
+                min_tokens=spec.min_tokens,
+                ignore_eos=spec.ignore_eos,
+                stop_token_ids=spec.stop_token_ids,
+                prompt_logprobs=spec.prompt_logprobs,
+            ),
+            eos_token_ids=(EOS,),
+            arrival=number,
+            priority=spec.priority,
+            cache_salt=spec.salt,
+            media=() if spec.image is None else (MediaSpan(*spec.image[:2], "image", spec.image[2]),),
+        )
+        self.made.append(request)
+        most = min(self.case.max_model_len, len(prompt) + (spec.max_tokens or self.case.max_model_len))
+        too_long = len(prompt) >= self.case.max_model_len
+        too_long |= not self.case.chunked and len(prompt) > self.case.budget
+        never_fits = most - 1 > (self.case.num_blocks - 1) * self.case.block_size
+        try:
+            self.scheduler.add(request)
+        except PromptTooLong:
+            assert too_long
+            self.seen["refused as too long"] += 1
+        except CapacityError:
+            assert never_fits
+            self.seen["refused as never fitting"] += 1
+        else:
+            assert not too_long
+            assert not never_fits
+            self.most[request.request_id] = most
+            self.expected[request.request_id] = self.model.solo(request, most)
+
+    def live(self, number: int) -> Request | None:
+        """One of the live requests; of the preempted ones, if there are any, for an even number."""
+        requests = list(self.scheduler.requests.values())
+        preempted = [r for r in requests if r.status is RequestStatus.PREEMPTED]
+        if number % 2 == 0 and preempted:
+            requests = preempted
+        return requests[number % len(requests)] if requests else None
+
+    def abort(self, number: int) -> None:
+        request = self.live(number)
+        if request is not None:
+            self.seen[f"aborted while {request.status.value}"] += 1
+            assert self.scheduler.abort(request.request_id) is request
+            self.disturbed.add(request.request_id)
+            assert request.finish_reason is FinishReason.ABORT
+
+    def preempt(self, number: int) -> None:
+        request = self.live(number)
+        if request is not None:
+            running = request.status is RequestStatus.RUNNING
+            assert self.scheduler.preempt(request.request_id) is running
+
+    def step(self, meanwhile: str = "", number: int = 0) -> None:
+        for block_id in self.manager.unused_slots()[0]:
+            for offset in range(self.case.block_size):
+                self.memory[block_id * self.case.block_size + offset] = None
+        for block_id, first in self.manager.unused_slots()[1].items():
+            for offset in range(first, self.case.block_size):
+                self.memory[block_id * self.case.block_size + offset] = None
+        plan = self.scheduler.plan()
+        self.scheduler.check_integrity()
+        if plan is None:
+            assert not self.scheduler.has_unfinished()
+            return
+        self.check_plan(plan)
+        failing = plan.requests[number % len(plan.requests)] if meanwhile == "fail" else None
+        samples = self.run(plan, failing)
+        failures = {failing.request_id: "unusable"} if failing else {}
+        if failing:
+            self.disturbed.add(failing.request_id)
+        if meanwhile == "abort":
+            self.abort(number)
+        elif meanwhile == "preempt":
+            self.preempt(number)
+        changed = self.scheduler.commit(plan, StepResult(samples, failures=failures))
+        self.scheduler.check_integrity()
+        for request in changed:
+            if request.request_id in failures:
+                assert request.status is RequestStatus.FAILED
+                assert request.error == "unusable"
+            elif request.status is RequestStatus.FINISHED and request.num_output_tokens == 1:
+                self.seen["finished on the first token"] += 1
+
+    def run(self, plan: StepPlan, failing: ScheduledRequest | None) -> dict[str, SampledToken]:
+        """Store all values of the step, then read every context, as a forward pass does."""
+        values = {s.request_id: self.model.values(s.request, list(s.tokens)) for s in plan.requests}
+        written: dict[int, int | None] = {}
+        for s in plan.requests:
+            for position in range(s.start, s.end):
+                value = None if s is failing else values[s.request_id][position]
+                slot = self.slot(s, position)
+                assert written.setdefault(slot, value) == value, "one step writes a slot twice"
+        self.memory.update(written)
+        for s in plan.requests:
+            if s is not failing:
+                read = [self.memory[self.slot(s, position)] for position in range(s.end)]
+                assert read == values[s.request_id][: s.end], f"{s.request_id} reads a wrong context"
+        return {
+            s.request_id: SampledToken(token, token)
+            for s in plan.requests
+            if s.sample and s is not failing
+            for token in [self.model.next_token(values[s.request_id][s.end - 1])]
+        }
+
+    def slot(self, s: ScheduledRequest, position: int) -> int:
+        block, offset = divmod(position, self.case.block_size)
+        return s.block_table[block] * self.case.block_size + offset
+
+    # --- laws
+
+    def check_plan(self, plan: StepPlan) -> None:
+        case = self.case
+        assert 0 < plan.num_tokens <= case.budget
+        names = [s.request_id for s in plan.requests]
+        assert len(set(names)) == len(names) <= case.max_num_seqs
+        for s in plan.requests:
+            request = s.request
+            assert self.scheduler.requests[s.request_id] is request
+            assert s.start == request.num_computed_tokens
+            assert s.num_tokens >= 1
+            assert s.end <= len(s.tokens)
+            assert list(s.tokens) == request.token_ids
+            before = self.history.get(s.request_id, [])
+            assert s.tokens[: len(before)] == before, "tokens were taken back"
+            self.history[s.request_id] = list(s.tokens)
+            assert s.sample == (s.end == len(s.tokens))
+            assert 0 not in s.block_table
+            assert len(s.block_table) == -(-s.end // case.block_size)
+            fresh = request.num_output_tokens == 0 and request.num_preemptions == 0
+            if not case.chunked and fresh:
+                assert s.sample, "a prompt was split although chunked prefill is off"
+            if request.sampling.prompt_logprobs is not None:
+                assert request.num_cached_tokens == 0
+            self.seen["chunk over several blocks"] += not s.sample and s.num_tokens > case.block_size
+        self.seen["chunk beside a decode"] += any(not s.sample for s in plan.requests) and any(
+            s.sample and s.start >= s.num_prompt_tokens for s in plan.requests
+        )
+        prompts = [tuple(s.tokens) for s in plan.requests if s.start == 0]
+        self.seen["equal prompts in one step"] += len(prompts) > len(set(prompts))
+
+    def drain(self) -> None:
+        limits = [self.most[name] for name in self.scheduler.requests]
+        bound = sum(limits)
+        if self.case.policy == "priority":
+            bound += max(len(limits) - 1, 0) * max(limits, default=0)
+        for _ in range(bound):
+            self.step()
+        assert not self.scheduler.has_unfinished(), f"unfinished after {bound} steps"
+
+    def check_end(self) -> None:
+        counts = self.manager.counts()
+        assert counts.in_use == 0
+        assert counts.free + counts.cached == self.case.num_blocks - 1
+        self.manager.check_integrity()
+        for request in self.made:
+            name = request.request_id
+            if name not in self.expected:
+                continue
+            tokens, reason, stop_reason = self.expected[name]
+            if name in self.disturbed:
+                assert request.output_token_ids == tokens[: request.num_output_tokens]
+                assert request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+            else:
+                assert request.output_token_ids == tokens
+                assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
+        first_hits = sum(e.num_tokens for e in self.events if isinstance(e, PrefixHit) and not e.resumed)
+        assert self.manager.stats.num_hit_tokens == first_hits
+        assert first_hits == sum(max(0, r.num_cached_tokens) for r in self.made)
+        for event in self.events:
+            if isinstance(event, PrefixHit):
+                self.seen["hit on resumption" if event.resumed else "hit"] += 1
+            elif isinstance(event, Preempted):
+                self.seen["preempted"] += 1
+        assert self.scheduler.reset_prefix_cache()
+        assert self.manager.counts().free == self.case.num_blocks - 1
+
+
+def run_case(case: Case, seen: Counter[str] | None = None) -> list[Event]:
+    world = World(case, Counter() if seen is None else seen)
+    world.add()
+    world.add()
+    for kind, number in case.script:
+        if kind == "add":
+            world.add()
+        elif kind == "abort":
+            world.abort(number)
+        elif kind == "preempt":
+            world.preempt(number)
+        elif kind == "reset":
+            held = world.manager.counts().in_use
+            assert world.scheduler.reset_prefix_cache() is (held == 0)
+        elif kind == "plan":
+            world.scheduler.plan()  # given up: the next step plans again
+        else:
+            world.step(*kind.split("+")[1:], number=number)
+        world.scheduler.check_integrity()
+    while len(world.made) < len(case.specs):
+        world.add()
+    world.drain()
+    world.check_end()
+    return world.events
+
+
+REACHED = (
+    "hit",
+    "hit on resumption",
+    "preempted",
+    "chunk over several blocks",
+    "chunk beside a decode",
+    "equal prompts in one step",
+    "finished on the first token",
+    "refused as too long",
+    "refused as never fitting",
+    "aborted while waiting",
+    "aborted while running",
+    "aborted while preempted",
+)
+
+
+def test_every_history_reads_right_contexts_conserves_the_pool_and_drains_in_bounded_steps() -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(cases())
+    def check(case: Case) -> None:
+        run_case(case, seen)
+
+    check()
+    assert [name for name in REACHED if not seen[name]] == []
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_the_same_history_happens_twice_in_the_same_way(case: Case) -> None:
+    assert run_case(case) == run_case(case)
+
+
+# --- the laws have teeth -------------------------------------------------------------------------
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def publishes_what_is_only_planned(patch: pytest.MonkeyPatch) -> None:
+    allocate = BlockManager.allocate
+
+    def early(
+        self: BlockManager, request: Request, num_tokens: int, prefix: PrefixMatch | None = None
+    ) -> bool:
+        done = allocate(self, request, num_tokens, prefix)
+        if done and self.enable_prefix_caching:
+            before = request.num_computed_tokens
+            request.num_computed_tokens = num_tokens
+            self.publish(request)
+            request.num_computed_tokens = before
+        return done
+
+    patch.setattr(BlockManager, "allocate", early)
+
+
+def forgets_the_salt_and_the_images(patch: pytest.MonkeyPatch) -> None:
+    def no_tags(self: PrefixChain, start: int, end: int) -> Iterator[tuple[str, ...]]:  # noqa: ARG001 # patched in
+        return iter(())
+
+    patch.setattr(PrefixChain, "_tags", no_tags)
+
+
+def chains_no_parent(patch: pytest.MonkeyPatch) -> None:
+    from minivllm.cache import prefix_index
+
+    key = prefix_index.block_key
+    patch.setattr(prefix_index, "block_key", lambda _, token_ids, tags: key(b"", token_ids, tags))
+    patch.setattr(prefix_index, "same_content", lambda a, b: a.token_ids == b.token_ids and a.tags == b.tags)
+
+
+def keeps_evicted_blocks_in_the_index(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixIndex, "remove", lambda *_: False)
+
+
+def counts_hit_blocks_as_free(patch: pytest.MonkeyPatch) -> None:
+    def optimistic(
+        self: BlockManager, request: Request, num_tokens: int, prefix: PrefixMatch | None = None
+    ) -> bool:
+        held = len(self.block_table(request.request_id)) or len((prefix or PrefixMatch()).block_ids)
+        return self.num_blocks_for(num_tokens) - held <= self.pool.num_available
+
+    patch.setattr(BlockManager, "can_fit", optimistic)
+
+
+def hits_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
+    def greedy(self: BlockManager, request: Request) -> PrefixMatch:
+        blocks = self.index.match(self.index.chain(request), request.num_tokens // self.block_size)
+        return PrefixMatch(blocks, len(blocks) * self.block_size)
+
+    patch.setattr(BlockManager, "find_prefix", greedy)
+
+
+def forgets_outputs_on_preemption(patch: pytest.MonkeyPatch) -> None:
+    put_back = Scheduler._put_back
+
+    def forgetful(self: Scheduler, request: Request) -> None:
+        put_back(self, request)
+        del request.token_ids[request.num_prompt_tokens :]
+
+    patch.setattr(Scheduler, "_put_back", forgetful)
+
+
+def frees_nothing_when_a_request_ends(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockManager, "free", lambda *_: None)
+
+
+def preempts_the_oldest(patch: pytest.MonkeyPatch) -> None:
+    class Reversed(list[Request]):
+        def pop(self, index: int = 0) -> Request:  # type: ignore[override] # the fault
+            return super().pop(index)
+
+    init = Scheduler.__init__
+
+    def broken(self: Scheduler, **arguments: object) -> None:
+        init(self, **arguments)  # type: ignore[arg-type] # passed through as they came
+        self._running = Reversed()
+
+    patch.setattr(Scheduler, "__init__", broken)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        publishes_what_is_only_planned,
+        forgets_the_salt_and_the_images,
+        chains_no_parent,
+        keeps_evicted_blocks_in_the_index,
+        counts_hit_blocks_as_free,
+        hits_the_whole_prompt,
+        forgets_outputs_on_preemption,
+        frees_nothing_when_a_request_ends,
+        preempts_the_oldest,
+    ],
+)
+def test_a_scheduler_with_a_seeded_fault_is_found_out(fault: Fault) -> None:
+    def breaks(case: Case) -> bool:
+        try:
+            run_case(case)
+        except (AssertionError, MiniVLLMError, KeyError, IndexError):
+            return True
+        return False
+
+    quick = settings(
+        max_examples=2000,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        try:
+            find(cases(), breaks, settings=quick)
+        except NoSuchExample:
+            pytest.fail("the fault went unnoticed")
