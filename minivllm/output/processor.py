@@ -55,9 +55,7 @@ class OutputProcessor:
         for request_id, entries in result.prompt_logprobs.items():
             generation = self._live.get(request_id)
             if generation is not None:  # else it was aborted since the step was planned
-                generation.add_prompt_logprobs(
-                    [self._with_text(e, generation) for e in entries], done=request_id in result.samples
-                )
+                generation.add_prompt_logprobs([self._with_text(e, generation) for e in entries])
         return [self._process_one(request, result.samples.get(request.request_id)) for request in changed]
 
     def abort(self, request: Request) -> RequestOutput:
@@ -139,13 +137,12 @@ class _Generation:
         armed = not ended_by_token and len(self.choices) > sampling.min_tokens
         return self._stops.push(self.detokenizer.push(sampled.token_id), armed=armed)
 
-    def add_prompt_logprobs(self, entries: Sequence[Mapping[int, Logprob]], *, done: bool) -> None:
+    def add_prompt_logprobs(self, entries: Sequence[Mapping[int, Logprob]]) -> None:
         """Take entries that end where this step's computation ended.
 
         After a preemption, positions are computed again; what the user may have seen is kept.
         """
-        num_predicted = self.request.num_prompt_tokens - 1
-        end = num_predicted if done else min(self.request.num_computed_tokens, num_predicted)
+        end = min(self.request.num_computed_tokens, self.request.num_prompt_tokens - 1)
         first_new = len(self._prompt_logprobs) - 1 - (end - len(entries))
         if first_new < 0:
             raise InvariantError(

@@ -158,6 +158,15 @@ def test_a_stop_string_finishes_the_request_and_is_the_stop_reason(start: Start)
     assert engine.finished == [("r", FinishReason.STOP, "cd")]
 
 
+def test_half_a_character_after_the_stop_string_is_dropped(start: Start) -> None:
+    class Bytes:
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:  # noqa: ARG002  (protocol)
+            return b"".join({26: b"", 1: b"ab\xc3"}[t] for t in token_ids).decode(errors="replace")
+
+    assert start(stop=["b"], tokenizer=Bytes()).step(1).text == "a"
+    assert start(max_tokens=1, tokenizer=Bytes()).step(1).text == "ab\ufffd"
+
+
 def test_text_that_may_become_a_stop_string_is_not_shown_yet(start: Start) -> None:
     engine = start(stop=["bcx"])
     assert [engine.step(i).text for i in (1, 2, 3, 4)] == ["a", "a", "a", "abcd"]

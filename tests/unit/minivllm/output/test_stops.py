@@ -58,6 +58,12 @@ def test_unarmed_pieces_complete_nothing_and_are_shown() -> None:
     assert checker.text == "a\nbc"
 
 
+def test_a_whole_stop_string_that_was_let_through_is_not_held_back() -> None:
+    checker = StopStrings(["ab"], include_in_output=False)
+    checker.push("xab", armed=False)
+    assert checker.visible() == "xab"
+
+
 def test_a_stop_string_begun_while_unarmed_and_completed_armed_counts() -> None:
     checker = StopStrings(["END"], include_in_output=False)
     checker.push("xE", armed=False)
