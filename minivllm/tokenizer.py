@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -137,25 +138,34 @@ def load_tokenizer(path: str | Path) -> Tokenizer | None:
     Raises:
         ConfigError: no such path, or files that Transformers cannot load.
     """
-    from transformers import AutoTokenizer
-
     path = Path(path)
     if path.is_dir():
         if not any((path / name).exists() for name in _FILES):
             return None
-        where, options = path, {}
         eos = [read_json(path / name).get("eos_token_id") for name in _eos_files(path)]
-    elif path.is_file():
-        where, options, eos = path.parent, {"gguf_file": path.name}, []
-    else:
+        return Tokenizer(_from_transformers(path), as_ids(eos))
+    if not path.is_file():
         raise ConfigError(f"model {str(path)!r} does not exist; give a directory or a .gguf file")
+    state = path.stat()
+    return Tokenizer(_from_gguf(path.resolve(), state.st_mtime_ns, state.st_size))
+
+
+@lru_cache(maxsize=2)
+def _from_gguf(path: Path, modified_ns: int, size: int) -> Any:  # noqa: ARG001 (part of the cache's key)
+    """Kept, since reading the vocabulary of a .gguf file takes Transformers seconds each time."""
+    return _from_transformers(path.parent, gguf_file=path.name)
+
+
+def _from_transformers(directory: Path, **options: str) -> Any:
+    from transformers import AutoTokenizer
+
     try:
-        hf = AutoTokenizer.from_pretrained(
-            str(where), local_files_only=True, trust_remote_code=False, **options
+        return AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, **options
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        raise ConfigError(f"{path}: the tokenizer cannot be loaded: {error}") from error
-    return Tokenizer(hf, as_ids(eos))
+        where = directory / options.get("gguf_file", "")
+        raise ConfigError(f"{where}: the tokenizer cannot be loaded: {error}") from error
 
 
 def _eos_files(directory: Path) -> list[str]:

@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -101,12 +101,12 @@ class GGUFSource:
 
     def _configure(self, models: Registry[type[DecoderModel]]) -> tuple[type[DecoderModel], ModelConfig]:
         meta = self._metadata
-        if meta.get("split.count", 1) > 1:
+        if meta.count("split.count", 1) > 1:
             raise UnsupportedError(
-                f"{self.where} is part of a split file of {meta.get('split.count')}; merge the parts first "
+                f"{self.where} is part of a split file of {meta.count('split.count')}; merge the parts first "
                 "(llama-gguf-split --merge)"
             )
-        arch = meta.need("general.architecture")
+        arch = meta.text("general.architecture")
         families = {models.get(name).gguf_architecture: name for name in models}
         if arch not in families:
             raise UnsupportedError(
@@ -114,67 +114,67 @@ class GGUFSource:
                 f"known: {', '.join(sorted(filter(None, families)))}"
             )
         family = models.get(families[arch])
-        heads = meta.need(f"{arch}.attention.head_count")
-        hidden = meta.need(f"{arch}.embedding_length")
-        rotary = meta.get(f"{arch}.rope.dimension_count")
-        head_dim = meta.get(f"{arch}.attention.key_length", rotary or hidden // heads)
+        heads = meta.count(f"{arch}.attention.head_count")
+        hidden = meta.count(f"{arch}.embedding_length")
+        rotary = meta.count(f"{arch}.rope.dimension_count", hidden // max(heads, 1))
+        head_dim = meta.count(f"{arch}.attention.key_length", rotary)
+        if f"{arch}.rope.dimension_count" not in meta:
+            rotary = head_dim
         self._refuse_unsupported(arch, head_dim, rotary)
         flags = family.config_flags(
             {"attention_bias": self._has("q_proj.bias"), "mlp_bias": self._has("gate_proj.bias")}
         )
+        special = "tokenizer.ggml.{}_token_id"
         config = ModelConfig(
             architecture=families[arch],
-            vocab_size=meta.get(f"{arch}.vocab_size") or self._vocab_size(),
+            vocab_size=meta.count(f"{arch}.vocab_size", self._embedding_rows()),
             hidden_size=hidden,
-            intermediate_size=meta.need(f"{arch}.feed_forward_length"),
-            num_hidden_layers=meta.need(f"{arch}.block_count"),
+            intermediate_size=meta.count(f"{arch}.feed_forward_length"),
+            num_hidden_layers=meta.count(f"{arch}.block_count"),
             num_attention_heads=heads,
-            num_key_value_heads=meta.get(f"{arch}.attention.head_count_kv", heads),
+            num_key_value_heads=meta.count(f"{arch}.attention.head_count_kv", heads),
             head_dim=head_dim,
-            rms_norm_eps=meta.need(f"{arch}.attention.layer_norm_rms_epsilon"),
+            rms_norm_eps=meta.number(f"{arch}.attention.layer_norm_rms_epsilon"),
             rope=self._rope(arch),
-            max_position_embeddings=meta.need(f"{arch}.context_length"),
+            max_position_embeddings=meta.count(f"{arch}.context_length"),
             tie_word_embeddings="output.weight" not in self._tensors,
             hidden_act="silu",
             dtype="float32",
-            bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
+            bos_token_id=meta.count(special.format("bos")) if special.format("bos") in meta else None,
             # a chat model's turn ends with "eot", where it has one
             eos_token_ids=as_ids(
-                meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")
+                meta.count(name) for name in map(special.format, ("eos", "eot", "eom")) if name in meta
             ),
             **flags,
         )
         check_config(config, Path(self.where))
         return family, config
 
-    def _refuse_unsupported(self, arch: str, head_dim: int, rotary: int | None) -> None:
+    def _refuse_unsupported(self, arch: str, head_dim: int, rotary: int) -> None:
         meta = self._metadata
-        if meta.get(f"{arch}.expert_count", 0):
+        if meta.count(f"{arch}.expert_count", 0):
             raise UnsupportedError(f"{self.where}: mixtures of experts are not implemented")
-        if rotary not in (None, head_dim):
+        if rotary != head_dim:
             raise UnsupportedError(
                 f"{self.where}: partial rotary embedding ({rotary} of {head_dim} dimensions) is not "
                 "implemented"
             )
-        if meta.get(f"{arch}.attention.value_length", head_dim) != head_dim:
+        if meta.count(f"{arch}.attention.value_length", head_dim) != head_dim:
             raise UnsupportedError(f"{self.where}: heads of V that differ in size from K are not implemented")
-        window = meta.get(f"{arch}.attention.sliding_window", 0)
-        if window:
+        if window := meta.count(f"{arch}.attention.sliding_window", 0):
             raise UnsupportedError(f"{self.where}: attention.sliding_window {window} is not implemented")
 
     def _rope(self, arch: str) -> RopeConfig:
         meta = self._metadata
-        theta = meta.get(f"{arch}.rope.freq_base", 10000.0)
-        kind = meta.get(f"{arch}.rope.scaling.type", "none")
-        known = {"type", "factor", "original_context_length", "finetuned"}
+        theta = meta.number(f"{arch}.rope.freq_base", 10000.0)
         prefix = f"{arch}.rope.scaling."
-        other = sorted(
-            {name for name in meta.names() if name.startswith(prefix)} - {prefix + k for k in known}
-        )
-        if kind not in ("none", "linear", "yarn") or other:
+        kind = meta.text(f"{prefix}type", "none")
+        known = {"type", "factor", "original_context_length", "finetuned"}
+        given = {name.removeprefix(prefix) for name in meta.names() if name.startswith(prefix)}
+        if kind not in ("none", "linear", "yarn") or given - known:
             raise UnsupportedError(
-                f"{self.where}: rope.scaling.type {kind!r} with {other} is not implemented; known: none, "
-                f"linear, yarn, with {sorted(known)}"
+                f"{self.where}: rope.scaling.type {kind!r} with {sorted(given)} is not implemented; "
+                f"known: none, linear, yarn, with {sorted(known)}"
             )
         if _ROPE_FREQS in self._tensors:
             if kind != "none":
@@ -183,22 +183,23 @@ class GGUFSource:
             return RopeConfig(kind="factors", theta=theta, parameters=(("factors", factors),))
         if kind == "none":
             return RopeConfig(theta=theta)
-        parameters: dict[str, Any] = {"factor": meta.need(f"{prefix}factor")}
+        parameters = [("factor", meta.number(f"{prefix}factor"))]
         if kind == "yarn":
-            parameters["original_max_position_embeddings"] = meta.need(f"{prefix}original_context_length")
-        return RopeConfig(kind=kind, theta=theta, parameters=tuple(sorted(parameters.items())))
+            original = meta.count(f"{prefix}original_context_length")
+            parameters.append(("original_max_position_embeddings", original))
+        return RopeConfig(kind=kind, theta=theta, parameters=tuple(parameters))
 
     def _has(self, suffix: str) -> bool:
         return any(name.endswith(suffix) for name in self._gguf_names)
 
-    def _vocab_size(self) -> int:
+    def _embedding_rows(self) -> int:
         if "token_embd.weight" not in self._tensors:
             raise WeightError(f"{self.where}: missing token_embd.weight")
         return int(self._tensors["token_embd.weight"].shape[-1])
 
 
 class _Metadata:
-    """Scalar and text metadata by key."""
+    """Scalar and text metadata by key, checked for its type."""
 
     def __init__(self, path: Path, reader: Any) -> None:
         self._path = path
@@ -207,20 +208,38 @@ class _Metadata:
     def names(self) -> list[str]:
         return list(self._fields)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value, or the default if the file has no such key."""
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number; ConfigError if there is neither one nor a default."""
+        return cast("float", self._value(name, (int, float), default))
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A number of things, at least 0."""
+        value = cast("int", self._value(name, (int,), default))
+        if value < 0:
+            raise ConfigError(f"{self._path}: {name} must not be negative, got {value}")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Text."""
+        return cast("str", self._value(name, (str,), default))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def _value(self, name: str, types: tuple[type, ...], default: object) -> object:
         field = self._fields.get(name)
         if field is None:
+            if default is None:
+                raise ConfigError(f"{self._path}: GGUF metadata lacks {name}")
             return default
         if field.types[0] == GGUFValueType.ARRAY:
             raise UnsupportedError(f"{self._path}: {name} differs by layer, which is not implemented")
-        return field.contents()
-
-    def need(self, name: str) -> Any:
-        """The value; ConfigError if the file has no such key."""
-        value = self.get(name)
-        if value is None:
-            raise ConfigError(f"{self._path}: GGUF metadata lacks {name}")
+        try:
+            value = field.contents()
+        except UnicodeDecodeError as error:
+            raise WeightError(f"{self._path} is damaged: the text of {name} is not UTF-8: {error}") from error
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise ConfigError(f"{self._path}: {name} must be {types[-1].__name__}, got {value!r}")
         return value
 
 

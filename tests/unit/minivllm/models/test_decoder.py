@@ -124,7 +124,7 @@ def test_the_tiny_checkpoints_notice_what_they_are_meant_to_notice(
     checkpoint = make_checkpoint("Qwen3", attention_bias=True)
     model = load(checkpoint.path)
     before = run_model(model, token_ids).logits
-    layers = list(model.model.layers)
+    layers: list[Any] = list(model.model.layers)
     if flag == "rope":
         model.rope = load(make_checkpoint("Llama").path).rope
         model.rope._cos = model.rope._cos.roll(1, 0)
@@ -143,7 +143,8 @@ def test_the_tiny_checkpoints_notice_what_they_are_meant_to_notice(
 def test_the_qk_norm_is_over_one_head_with_weights_shared_by_all(
     make_checkpoint: Callable[..., Any],
 ) -> None:
-    attention = load(make_checkpoint("Qwen3").path).model.layers[0].self_attn
+    layers: list[Any] = list(load(make_checkpoint("Qwen3").path).model.layers)
+    attention = layers[0].self_attn
     assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (32,)
     assert attention.q_proj.weight.shape == (4 * 32, 48)
 

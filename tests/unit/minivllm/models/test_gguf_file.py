@@ -255,6 +255,27 @@ def test_missing_metadata_is_named(
         load_model_config(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.head_count", 0, "num_attention_heads must be a positive integer, got 0"),
+        ("attention.head_count", "four", "attention.head_count must be int, got 'four'"),
+        ("block_count", 2.5, "block_count must be int, got 2.5"),
+        ("rope.freq_base", "many", "rope.freq_base must be float, got 'many'"),
+    ],
+)
+def test_metadata_of_the_wrong_kind_is_named(
+    key: str,
+    value: object,
+    message: str,
+    make_checkpoint: Callable[..., Any],
+    write_gguf: Callable[..., Path],
+) -> None:
+    path = write_gguf(make_checkpoint("Llama").hf, metadata={f"llama.{key}": value})
+    with pytest.raises(ConfigError, match=message):
+        load_model_config(path)
+
+
 def test_impossible_metadata_is_refused(
     make_checkpoint: Callable[..., Any], write_gguf: Callable[..., Path]
 ) -> None:
@@ -294,10 +315,19 @@ def test_a_file_cut_anywhere_is_refused(
     for cut in cuts:
         path.write_bytes(data[:cut])
         with pytest.raises(WeightError, match="damaged or cut short"):
-            load_model_config(path)
+            GGUFSource(path, MODELS)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_text_that_is_no_utf8_is_refused(
+    make_checkpoint: Callable[..., Any], write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(make_checkpoint("Llama").hf)
+    path.write_bytes(path.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0\x80lama", 1))
+    with pytest.raises(WeightError, match=r"text of general\.architecture is not UTF-8"):
+        load_model_config(path)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_loads_or_is_refused_but_never_crashes(
     data: st.DataObject, make_checkpoint: Callable[..., Any], write_gguf: Callable[..., Path], tmp_path: Path
@@ -336,6 +366,6 @@ def test_long_arrays_are_stepped_over_without_losing_the_place(
 ) -> None:
     metadata = {"a.words": ["", "ä", "x" * 300], "b.numbers": [1, 2, 3], "c.floats": [0.5], "d.after": 77}
     source = GGUFSource(write_gguf(make_checkpoint("Llama").hf, metadata=metadata), MODELS)
-    assert source._metadata.need("d.after") == 77
+    assert source._metadata.count("d.after") == 77
     with pytest.raises(UnsupportedError, match=r"a\.words differs by layer"):
-        source._metadata.get("a.words")
+        source._metadata.text("a.words")
