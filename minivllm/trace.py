@@ -79,7 +79,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A cached block left the prefix index because its block is needed."""
+    """A block left the prefix index: it is needed, or a request that held it failed."""
 
     block_id: int
 
