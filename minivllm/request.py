@@ -30,6 +30,7 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "TokenView",
+    "sequence_ids",
 ]
 
 
@@ -278,6 +279,9 @@ class Request:
         num_cached_tokens: prompt tokens found in the prefix cache at first admission;
             -1 before admission.
         num_preemptions: how often it lost its blocks.
+        parent_id: of sequences 1 … n - 1 of a request with `sampling.n` above 1: the id it was
+            submitted with, which is also the id of sequence 0.
+        sequence_index: which of the n sequences this is.
     """
 
     request_id: str
@@ -300,6 +304,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    parent_id: str | None = None
+    sequence_index: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -312,6 +318,11 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+
+def sequence_ids(request_id: str, n: int) -> tuple[str, ...]:
+    """Ids of the n sequences of a request: its own is the first sequence's, then id/1, id/2, …"""
+    return (request_id, *(f"{request_id}/{i}" for i in range(1, n)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +339,9 @@ class ScheduledRequest:
         sample: whether this step computes the last known token, so that a new one is sampled.
         request: fixed facts of the request (sampling, seed, eos, capture, media). Its mutable
             fields must not be read by the runner or the sampler.
+        fork_ids: ids of sequences 1 … n - 1, in the step that samples a request's first token:
+            each gets a token of its own from the same row of logits, drawn with its sequence
+            index (its place in `fork_ids`, from 1).
     """
 
     request_id: str
@@ -338,6 +352,7 @@ class ScheduledRequest:
     block_table: tuple[int, ...]
     sample: bool
     request: Request
+    fork_ids: tuple[str, ...] = ()
 
     @property
     def end(self) -> int:
@@ -351,7 +366,11 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the whole block `source` to `target`, in every layer, K and V, before the step."""
+    """Copy the whole block `source` to `target`, in every layer, K and V, before the step.
+
+    Which pool each is in depends on the list that holds the copy, see `StepPlan`. Host blocks are
+    numbered from 0 and have no null block.
+    """
 
     source: int
     target: int
@@ -364,9 +383,12 @@ class StepPlan:
     Attributes:
         step: number of the step, from 0.
         requests: what to compute, running requests first.
-        copies: block copies to do first (copy on write).
+        copies: device block → device block (copy on write), done after swap_in.
         swap_out: device block → host block, done before anything else.
         swap_in: host block → device block, done after swap_out.
+
+    Within one list, no block is target of two copies, and no copy's target is the source of
+    another. A given-up plan must not have been run: its copies are in the next plan again.
     """
 
     step: int
@@ -410,7 +432,8 @@ class StepResult:
     """What one forward pass produced.
 
     Attributes:
-        samples: request id → token, for each scheduled request with `sample`, unless it failed.
+        samples: request id → token, for each scheduled request with `sample` and for each of its
+            `fork_ids`, unless it failed.
         prompt_logprobs: request id → one entry per prompt position covered by this step whose
             next token is in the prompt: the logprobs that predict position start + 1 + i.
         stages: request id → stage name → array (numpy) for the rows of this step.

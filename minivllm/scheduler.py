@@ -13,6 +13,7 @@ from typing import Literal
 
 from minivllm.admission import check_capacity, check_prompt, most_tokens
 from minivllm.cache import BlockManager
+from minivllm.config import PreemptionMode
 from minivllm.errors import ConfigError, DuplicateRequest, InvariantError, UnknownRequest
 from minivllm.request import (
     FinishReason,
@@ -67,6 +68,7 @@ class Scheduler:
             whose prompt and outputs exceed max_num_batched_tokens is still recomputed in chunks,
             as it could not go on otherwise.
         policy: "fcfs" or "priority".
+        preemption_mode: what a preempted request loses, see `EngineConfig`.
         trace: receives Submitted, Planned, Preempted, Sampled, Finished, Aborted and Failed.
 
     Raises:
@@ -82,6 +84,7 @@ class Scheduler:
         max_model_len: int,
         enable_chunked_prefill: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
+        preemption_mode: PreemptionMode = "recompute",
         trace: TraceSink = no_trace,
     ) -> None:
         limits = {
@@ -92,6 +95,8 @@ class Scheduler:
         problems = [f"{name} must be at least 1, got {value}" for name, value in limits.items() if value < 1]
         if policy not in ("fcfs", "priority"):
             problems.append(f"policy must be fcfs or priority, got {policy!r}")
+        if preemption_mode not in ("recompute", "swap", "auto"):
+            problems.append(f"preemption_mode must be recompute, swap or auto, got {preemption_mode!r}")
         if problems:
             raise ConfigError("; ".join(problems))
         self.block_manager = block_manager
@@ -100,6 +105,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy = policy
+        self.preemption_mode = preemption_mode
         self._trace = trace
         self._requests: dict[str, Request] = {}
         self._tickets: dict[str, Ticket] = {}

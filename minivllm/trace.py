@@ -18,6 +18,7 @@ __all__ = [
     "Evicted",
     "Failed",
     "Finished",
+    "Forked",
     "Planned",
     "Preempted",
     "PrefixHit",
@@ -95,15 +96,28 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A block's content was copied (copy on write)."""
+    """A request is about to write a block that others hold too, so it got a copy of its own.
 
+    In its block table `target` takes the place of `source`.
+    """
+
+    request_id: str
     source: int
     target: int
 
 
 @dataclass(frozen=True, slots=True)
+class Forked:
+    """A sequence of its own began with all blocks of `parent_id`, in logical order."""
+
+    request_id: str
+    parent_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SwappedOut:
-    """A request's blocks moved to host memory."""
+    """A request's computed blocks move to host memory in the next plan; `Preempted` follows."""
 
     request_id: str
     num_blocks: int
@@ -111,7 +125,7 @@ class SwappedOut:
 
 @dataclass(frozen=True, slots=True)
 class SwappedIn:
-    """A request's blocks came back from host memory."""
+    """A request's blocks come back from host memory, to the blocks of the `Allocated` before."""
 
     request_id: str
     num_blocks: int
@@ -119,11 +133,18 @@ class SwappedIn:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """A running request lost its blocks and waits again."""
+    """A running request lost its blocks and waits again.
+
+    Attributes:
+        mode: whether its KV is computed anew later or was moved to host memory.
+        num_computed_tokens: tokens whose KV it held.
+        fallback: it was to be swapped out, but the host pool had no room.
+    """
 
     request_id: str
     mode: Literal["recompute", "swap"]
     num_computed_tokens: int
+    fallback: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +189,7 @@ Event: TypeAlias = (
     | Evicted
     | Encoded
     | Copied
+    | Forked
     | SwappedOut
     | SwappedIn
     | Preempted

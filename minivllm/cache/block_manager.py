@@ -63,6 +63,7 @@ class BlockManager:
         block_size: tokens per block, any positive number.
         enable_prefix_caching: off, nothing is published and nothing is found.
         prefix_seed: fixes the root of the prefix keys; None: random per process.
+        num_host_blocks: size of the host pool for swapped-out requests, all of it usable.
         trace: receives Allocated, PrefixHit, Published and Evicted.
 
     Raises:
@@ -76,12 +77,14 @@ class BlockManager:
         *,
         enable_prefix_caching: bool,
         prefix_seed: int | None = None,
+        num_host_blocks: int = 0,
         trace: TraceSink = no_trace,
     ) -> None:
         if block_size < 1:
             raise ConfigError(f"block_size must be a positive number of tokens, got {block_size}")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_host_blocks = num_host_blocks
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(block_size, prefix_seed)
         self._tables: dict[str, _Table] = {}
