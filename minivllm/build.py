@@ -82,6 +82,13 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
                 f"{budget} bytes of KV cache hold {num_blocks} blocks of {block_bytes} bytes; at least 2 are "
                 f"needed (block 0 is the null block): raise kv_cache_memory_bytes or lower block_size"
             )
+    num_host_blocks = config.swap_space_bytes // block_bytes
+    if config.preemption_mode == "swap" and num_host_blocks < 1:
+        raise ConfigError(
+            f"preemption_mode swap needs host memory, and swap_space_bytes {config.swap_space_bytes} holds "
+            f"no block of {block_bytes} bytes: set swap_space_bytes to a multiple of {block_bytes}, or "
+            f"preemption_mode to recompute"
+        )
     return ResolvedConfig(
         engine=config,
         model=model,
@@ -89,7 +96,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         device=str(device),
         max_model_len=max_model_len,
         num_kv_blocks=num_blocks,
-        num_host_blocks=config.swap_space_bytes // block_bytes,
+        num_host_blocks=num_host_blocks,
         kv_block_bytes=block_bytes,
         attention_backend=attention,
         ops_backend=ops,
@@ -119,6 +126,7 @@ def build_engine(config: EngineConfig, *, trace: TraceSink, model: DecoderModel 
         block_size=config.block_size,
         dtype=dtype,
         device=device,
+        num_host_blocks=resolved.num_host_blocks,
     )
     backend = ATTENTION_BACKENDS.get(resolved.attention_backend)(kv_cache)
     scheduler = Scheduler(
@@ -127,6 +135,7 @@ def build_engine(config: EngineConfig, *, trace: TraceSink, model: DecoderModel 
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             prefix_seed=config.prefix_cache_seed,
+            num_host_blocks=resolved.num_host_blocks,
             trace=trace,
         ),
         max_num_seqs=config.max_num_seqs,
@@ -134,6 +143,7 @@ def build_engine(config: EngineConfig, *, trace: TraceSink, model: DecoderModel 
         max_model_len=resolved.max_model_len,
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,
+        preemption_mode=config.preemption_mode,
         trace=trace,
     )
     sampler = Sampler(ops, resolved.model.vocab_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from minivllm.build import EngineParts, build_engine
 from minivllm.cache import PoolCounts
 from minivllm.config import EngineConfig, ResolvedConfig
-from minivllm.errors import InvariantError, UnknownRequest
-from minivllm.models import DecoderModel
+from minivllm.errors import ConfigError, InvariantError, UnknownRequest
+from minivllm.models import DecoderModel, replace_weights
 from minivllm.processor import Prompt
 from minivllm.request import RequestOutput, SamplingParams
 from minivllm.tokenizer import Tokenizer
@@ -96,8 +96,16 @@ class LLMEngine:
         self._output.add(request, text)
 
     def abort_request(self, request_id: str) -> RequestOutput:
-        """Cancel a live request and return its last output; UnknownRequest if there is none."""
-        return self._output.abort(self._scheduler.abort(request_id))
+        """Cancel a live request with all its sequences, and return its last output.
+
+        The id of a sequence other than the first ("a/1", see `minivllm.request.sequence_ids`)
+        cancels that sequence alone; the output tells how the others stand.
+
+        Raises:
+            UnknownRequest: no live request or sequence has this id.
+        """
+        self._scheduler.abort(request_id)
+        return self._output.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether another step would do something."""
@@ -112,6 +120,28 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block; False (and nothing done) while requests hold blocks."""
         return self._scheduler.reset_prefix_cache()
+
+    def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors into the model's parameters, and forget every cached block.
+
+        Args:
+            tensors: name → tensor of the parameter's shape, named as in the checkpoint. Parameters
+                that are not named keep their values.
+
+        Raises:
+            ConfigError: requests hold KV of the old weights; finish or abort them first.
+            WeightError: an unknown name, a wrong shape, or a tensor that is not floating point.
+                In either case nothing has changed.
+        """
+        holding = [name for name, r in self._scheduler.requests.items() if r.num_computed_tokens]
+        if holding:
+            raise ConfigError(
+                f"weights cannot be updated while {len(holding)} requests hold KV of the old ones"
+                f" ({', '.join(holding[:5])}); finish or abort them first"
+            )
+        replace_weights(self.model, tensors)
+        if not self._scheduler.reset_prefix_cache():
+            raise InvariantError("no request has computed anything, yet blocks are in use")
 
     def pool_counts(self) -> PoolCounts:
         """How the block pool stands."""

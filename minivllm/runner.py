@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minivllm.attention.base import AttentionBackend, AttentionMetadata, PlannedAttention
 from minivllm.attention.kv_cache import KVCache
-from minivllm.errors import InvariantError, UnsupportedError
+from minivllm.errors import InvariantError
 from minivllm.request import Logprob, SampledToken, ScheduledRequest, StepPlan, StepResult
 
 __all__ = ["CAPTURES", "ModelRunner"]
@@ -56,7 +56,12 @@ class Decoder(Protocol):
 class TokenSampler(Protocol):
     """What the runner needs of a sampler; see `minivllm.sampling.Sampler`."""
 
-    def sample(self, logits: Tensor, rows: Sequence[ScheduledRequest]) -> list[SampledToken | str]: ...
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[ScheduledRequest],
+        sequence_indices: Sequence[int] | None = None,
+    ) -> list[SampledToken | str]: ...
 
     def prompt_logprobs(
         self, logits: Tensor, next_ids: Sequence[int], top: int
@@ -90,17 +95,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step.
+        """Compute one step: swap_out, swap_in and copies, in this order, then one forward pass.
 
-        A request whose numbers are not finite is named in `failures` and gets no token; the
-        others are not touched by it.
+        A request whose numbers are not finite is named in `failures` and gets no token, nor do its
+        forks; the others are not touched by it.
 
         Raises:
-            UnsupportedError: the plan swaps blocks.
             InvariantError: the plan contradicts itself.
         """
-        if plan.swap_out or plan.swap_in:
-            raise UnsupportedError("swapping KV blocks to host memory is not implemented; use recompute")
+        self._cache.swap_out(plan.swap_out)
+        self._cache.swap_in(plan.swap_in)
         self._cache.copy(plan.copies)
         if not plan.requests:
             return StepResult(samples={})
@@ -180,19 +184,31 @@ class ModelRunner:
     def _sample(
         self, logits: Tensor, sampling: list[tuple[ScheduledRequest, int]], failures: dict[str, str]
     ) -> dict[str, SampledToken]:
-        """Draw a token for each healthy request; the sampler's refusals join `failures`."""
-        healthy = [(r, row) for r, row in sampling if r.request_id not in failures]
-        if not healthy:
+        """Draw a token for each healthy request and each of its forks, from the same row of logits.
+
+        The sampler's refusals join `failures`; a request that is refused has no forks.
+        """
+        draws = [
+            (r, row, name, index)
+            for r, row in sampling
+            if r.request_id not in failures
+            for name, index in _sequences(r)
+        ]
+        if not draws:
             return {}
-        requests = [r for r, _ in healthy]
-        drawn = self._sampler.sample(logits[[row for _, row in healthy]], requests)
-        samples: dict[str, SampledToken] = {}
-        for r, token in zip(requests, drawn, strict=True):
-            if isinstance(token, str):
-                failures[r.request_id] = token
-            else:
-                samples[r.request_id] = token
-        return samples
+        rows, indices = [row for _, row, _, _ in draws], [index for _, _, _, index in draws]
+        drawn = self._sampler.sample(logits[rows], [r for r, _, _, _ in draws], indices)
+        refused = {
+            r.request_id: token
+            for (r, _, _, _), token in zip(draws, drawn, strict=True)
+            if isinstance(token, str)
+        }
+        failures.update(refused)
+        return {
+            name: token
+            for (r, _, name, _), token in zip(draws, drawn, strict=True)
+            if r.request_id not in refused and not isinstance(token, str)
+        }
 
 
 class _Batch:
@@ -239,6 +255,11 @@ class _Batch:
                     f"hidden state is not finite (NaN or infinite) at position {position}"
                 )
         return failures
+
+
+def _sequences(r: ScheduledRequest) -> list[tuple[str, int]]:
+    """(request id, sequence index) of whoever gets a token from the last row of `r`."""
+    return [(r.request_id, r.request.sequence_index), *((name, i) for i, name in enumerate(r.fork_ids, 1))]
 
 
 def _prompt_rows(r: ScheduledRequest) -> range:

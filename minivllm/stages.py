@@ -22,9 +22,13 @@ class StageStore:
 
     def __init__(self) -> None:
         self._pieces: dict[str, dict[str, list[tuple[int, Array]]]] = {}
+        self._forks: dict[str, tuple[str, ...]] = {}
 
     def collect(self, plan: StepPlan, result: StepResult) -> None:
-        """Take the stages of one step. Stage arrays have their rows on axis 0."""
+        """Take the stages of one step. Stage arrays have their rows on axis 0.
+
+        Sequences forked in this step begin with all that was captured before they parted.
+        """
         for row in plan.requests:
             for name, array in result.stages.get(row.request_id, {}).items():
                 stages = self._pieces.setdefault(row.request_id, {})
@@ -32,6 +36,11 @@ class StageStore:
                     stages[name] = [(0, array)]
                 else:
                     stages.setdefault(name, []).append((_first_row(name, row), array))
+            if row.fork_ids and row.request_id in self._pieces:
+                self._forks[row.request_id] = row.fork_ids
+                for fork in row.fork_ids:
+                    shared = self._pieces[row.request_id]
+                    self._pieces[fork] = {name: list(pieces) for name, pieces in shared.items()}
 
     def get(self, request_id: str) -> dict[str, Array]:
         """Stage name → array over positions from 0 ("logits": over generated positions).
@@ -41,8 +50,9 @@ class StageStore:
         return {name: _join(pieces) for name, pieces in self._pieces.get(request_id, {}).items()}
 
     def drop(self, request_id: str) -> None:
-        """Forget a request's stages, if there are any."""
-        self._pieces.pop(request_id, None)
+        """Forget a request's stages and those of its forks, if there are any."""
+        for name in (request_id, *self._forks.pop(request_id, ())):
+            self._pieces.pop(name, None)
 
 
 def _first_row(name: str, row: ScheduledRequest) -> int:

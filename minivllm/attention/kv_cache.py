@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from minivllm.config import ModelConfig
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, InvariantError
 from minivllm.request import BlockCopy
 
 __all__ = ["KVCache"]
@@ -21,15 +21,20 @@ class KVCache:
     is one token's place, numbered block * block_size + offset. Slots that hold no token of a live
     or cached sequence may hold anything, NaN included: readers must not touch them.
 
+    `host_keys` and `host_values` hold swapped-out blocks in the memory of the CPU, pinned when the
+    device is CUDA: [num_host_blocks, block_size, num_kv_heads, head_dim] per layer. Host blocks are
+    numbered from 0 and have no null block.
+
     Args:
         model: gives the number of layers and KV heads and the head size.
         num_blocks: blocks in the pool, the null block 0 included.
         block_size: tokens per block.
         dtype: the model's dtype; the cache is never kept in another.
         device: where the model lives.
+        num_host_blocks: blocks to swap out to; 0: no swapping.
 
     Raises:
-        ConfigError: fewer than 2 blocks, or a block size below 1.
+        ConfigError: fewer than 2 blocks, a block size below 1, or a negative number of host blocks.
     """
 
     def __init__(
@@ -40,20 +45,34 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_host_blocks: int = 0,
     ) -> None:
+        if num_host_blocks < 0:
+            raise ConfigError(f"the number of host blocks must not be negative, got {num_host_blocks}")
         if num_blocks < 2 or block_size < 1:
             raise ConfigError(
                 "the KV cache needs at least 2 blocks (block 0 is the null block) of at least 1 token, "
                 f"got {num_blocks} of {block_size}"
             )
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.num_layers = model.num_hidden_layers
         self.dtype = dtype
         self.device = device
-        shape = (num_blocks, block_size, model.num_key_value_heads, model.head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
+        block = (block_size, model.num_key_value_heads, model.head_dim)
+        layers = range(self.num_layers)
+        self.keys = [torch.zeros((num_blocks, *block), dtype=dtype, device=device) for _ in layers]
+        self.values = [torch.zeros((num_blocks, *block), dtype=dtype, device=device) for _ in layers]
+        self._blocks = range(1, num_blocks)
+        self._host_blocks = range(num_host_blocks)
+        self._pinned = num_host_blocks > 0 and device.type == "cuda"
+
+        def host() -> Tensor:
+            return torch.zeros((num_host_blocks, *block), dtype=dtype, pin_memory=self._pinned)
+
+        self.host_keys = [host() for _ in layers]
+        self.host_values = [host() for _ in layers]
 
     @staticmethod
     def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -85,13 +104,51 @@ class KVCache:
         return [self.gather(layer, slots) for layer in range(self.num_layers)]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks in every layer, as if all sources were read before any target is written."""
+        """Copy whole blocks in every layer, as if all sources were read before any target is written.
+
+        Raises:
+            InvariantError: no such block, or the null block; nothing has been copied then.
+        """
         if not copies:
             return
+        self._check("copies", copies, self._blocks, self._blocks)
         sources = torch.tensor([c.source for c in copies], device=self.device)
         targets = torch.tensor([c.target for c in copies], device=self.device)
         for tensor in (*self.keys, *self.values):
             tensor[targets] = tensor[sources]
+
+    def swap_out(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in every layer, from device blocks to host blocks.
+
+        On CUDA they are in host memory when the call returns.
+
+        Raises:
+            InvariantError: no such block, or the null block; nothing has been copied then.
+        """
+        if not copies:
+            return
+        self._check("swap_out", copies, self._blocks, self._host_blocks)
+        for device, host in self._layers():
+            for copy in copies:
+                host[copy.target].copy_(device[copy.source], non_blocking=self._pinned)
+        if self._pinned:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def swap_in(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in every layer, from host blocks to device blocks.
+
+        On CUDA the copies are in order with what the stream does next. The host blocks may be
+        written again only by `swap_out`, which is in the same order.
+
+        Raises:
+            InvariantError: no such block, or the null block; nothing has been copied then.
+        """
+        if not copies:
+            return
+        self._check("swap_in", copies, self._host_blocks, self._blocks)
+        for device, host in self._layers():
+            for copy in copies:
+                device[copy.target].copy_(host[copy.source], non_blocking=self._pinned)
 
     def poison(self, blocks: Sequence[int], partial: Mapping[int, int]) -> int:
         """Fill unused slots with NaN, so that a later read of one cannot go unnoticed.
@@ -110,7 +167,33 @@ class KVCache:
                 tensor[block, first:] = float("nan")
         return len(blocks) * self.block_size + sum(self.block_size - first for first in partial.values())
 
+    def poison_host(self, blocks: Sequence[int]) -> int:
+        """Fill unused host blocks with NaN; returns the number of slots filled."""
+        if self._pinned:
+            torch.cuda.current_stream(self.device).synchronize()  # a swap-in may still be reading
+        whole = torch.tensor(blocks, dtype=torch.int64)
+        for tensor in (*self.host_keys, *self.host_values):
+            tensor[whole] = float("nan")
+        return len(blocks) * self.block_size
+
+    def _layers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Device and host tensor of each layer's keys, then of each layer's values."""
+        yield from zip(self.keys, self.host_keys, strict=True)
+        yield from zip(self.values, self.host_values, strict=True)
+
+    @staticmethod
+    def _check(what: str, copies: Sequence[BlockCopy], sources: range, targets: range) -> None:
+        for copy in copies:
+            if copy.source not in sources:
+                raise InvariantError(f"{what} reads block {copy.source}, outside {_span(sources)}")
+            if copy.target not in targets:
+                raise InvariantError(f"{what} writes block {copy.target}, outside {_span(targets)}")
+
 
 def _flat(tensor: Tensor) -> Tensor:
     """View [num_blocks, block_size, …] as [num_slots, …]."""
     return tensor.view(-1, *tensor.shape[2:])
+
+
+def _span(blocks: range) -> str:
+    return f"{blocks.start} … {blocks.stop - 1}" if blocks else "an empty pool"

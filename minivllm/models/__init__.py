@@ -14,10 +14,10 @@ from minivllm.models.decoder import DecoderModel
 from minivllm.models.gguf_file import GGUFSource
 from minivllm.models.hf_config import read_config
 from minivllm.models.safetensors_dir import SafetensorsSource
-from minivllm.models.weights import fill
+from minivllm.models.weights import fill, replace_weights
 from minivllm.registry import Registry
 
-__all__ = ["MODELS", "DecoderModel", "load_model", "load_model_config"]
+__all__ = ["MODELS", "DecoderModel", "load_model", "load_model_config", "replace_weights"]
 
 #: Transformers class name → our class. Others may add theirs in the entry point group.
 MODELS: Registry[type[DecoderModel]] = Registry("model", entry_point_group="minivllm.models")

@@ -12,7 +12,7 @@ from torch import Tensor
 from minivllm.errors import WeightError
 from minivllm.models.decoder import DecoderModel
 
-__all__ = ["TensorSource", "fill"]
+__all__ = ["TensorSource", "fill", "replace_weights"]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -65,6 +65,32 @@ def fill(model: DecoderModel, source: TensorSource) -> None:
             )
         with torch.no_grad():
             parameter.copy_(tensor)
+
+
+def replace_weights(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into parameters of a loaded model, by name and shape, cast to the model's dtype.
+
+    Parameters that are not named keep their values.
+
+    Raises:
+        WeightError: naming every unknown parameter, wrong shape and tensor that is not floating
+            point, before anything is copied.
+    """
+    parameters = dict(model.named_parameters())
+    problems = []
+    if unknown := [name for name in tensors if name not in parameters]:
+        problems.append(f"unknown to the model: {_some(unknown)}")
+    for name, tensor in tensors.items():
+        if name in parameters and tensor.shape != parameters[name].shape:
+            wanted = list(parameters[name].shape)
+            problems.append(f"{name} has shape {list(tensor.shape)}, the model needs {wanted}")
+        if not tensor.dtype.is_floating_point:
+            problems.append(f"{name} is {tensor.dtype}; it must be floating point")
+    if problems:
+        raise WeightError(f"weights were not updated: {'; '.join(problems)}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
 
 
 def _check(

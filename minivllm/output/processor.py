@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from minivllm.errors import InvariantError
 from minivllm.output.detokenizer import Detokenizer, TextDecoder
-from minivllm.output.stops import StopStrings
+from minivllm.output.generation import Generation
 from minivllm.request import (
-    CompletionOutput,
     FinishReason,
     Logprob,
     Request,
     RequestOutput,
     SampledToken,
     StepResult,
+    sequence_ids,
 )
 
 __all__ = ["OutputProcessor"]
@@ -23,10 +23,13 @@ __all__ = ["OutputProcessor"]
 class OutputProcessor:
     """Keeps each live request's text and log-probabilities, and finds stop strings.
 
+    The n sequences of a request make one output. A stop string ends the sequence whose text it
+    completes, and no other.
+
     Args:
         tokenizer: None gives outputs without text.
         finish: called with (request id, FinishReason.STOP, stop string) when a stop string ended
-            a request that the scheduler still runs.
+            a sequence that the scheduler still runs; sequences have ids of their own.
     """
 
     def __init__(
@@ -36,68 +39,91 @@ class OutputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self._finish = finish
-        self._live: dict[str, _Generation] = {}
+        self._live: dict[str, _Answer] = {}
+        self._sequences: dict[str, tuple[_Answer, Generation]] = {}
         self._token_texts: dict[int, str] = {}
 
     def add(self, request: Request, prompt_text: str | None = None) -> None:
-        """Start following a request that the scheduler accepted."""
-        detokenizer = None
-        if self._tokenizer is not None and request.sampling.detokenize:
-            detokenizer = Detokenizer(
-                self._tokenizer,
-                request.token_ids[: request.num_prompt_tokens],
-                skip_special_tokens=request.sampling.skip_special_tokens,
-            )
-        self._live[request.request_id] = _Generation(request, prompt_text, detokenizer)
+        """Start following a request that the scheduler accepted, with all its sequences."""
+        ids = sequence_ids(request.request_id, request.sampling.n)
+        generations = [
+            Generation(index, request.sampling, self._detokenizer(request)) for index in range(len(ids))
+        ]
+        generations[0].request = request
+        answer = _Answer(request, prompt_text, generations)
+        self._live[request.request_id] = answer
+        for request_id, generation in zip(ids, generations, strict=True):
+            self._sequences[request_id] = (answer, generation)
 
     def process(self, changed: Sequence[Request], result: StepResult) -> list[RequestOutput]:
-        """Outputs of the requests that got a token, finished or failed in this step."""
+        """One output per request of which some sequence got a token, finished or failed in this step."""
         for request_id, entries in result.prompt_logprobs.items():
-            generation = self._live.get(request_id)
-            if generation is not None:  # else it was aborted since the step was planned
-                generation.add_prompt_logprobs([self._with_text(e, generation) for e in entries])
-        return [self._process_one(request, result.samples.get(request.request_id)) for request in changed]
+            answer = self._live.get(request_id)
+            # None: it was aborted since the step was planned, or it is a fork computed anew.
+            if answer is not None:
+                texts = answer.request.sampling.detokenize
+                answer.add_prompt_logprobs([self._with_text(entry, texts) for entry in entries])
+        touched: dict[str, _Answer] = {}
+        for request in changed:
+            answer, generation = self._get(request.request_id)
+            self._advance(request, generation, result.samples.get(request.request_id))
+            touched[answer.request.request_id] = answer
+        for answer in touched.values():
+            answer.end_unforked()
+            self._forget_if_finished(answer)
+        return [answer.output() for answer in touched.values()]
 
-    def abort(self, request: Request) -> RequestOutput:
-        """The last output of a request that the scheduler gave up."""
-        generation = self._get(request.request_id)
-        generation.end(FinishReason.ABORT, None)
-        del self._live[request.request_id]
-        return generation.output()
+    def abort(self, request_id: str) -> RequestOutput:
+        """The output after the scheduler gave up a request, or one of its sequences other than the first."""
+        answer, generation = self._get(request_id)
+        for ended in answer.generations if request_id in self._live else [generation]:
+            ended.end(FinishReason.ABORT, None)
+        self._forget_if_finished(answer)
+        return answer.output()
 
-    def _process_one(self, request: Request, sampled: SampledToken | None) -> RequestOutput:
-        generation = self._get(request.request_id)
+    def _advance(self, request: Request, generation: Generation, sampled: SampledToken | None) -> None:
+        generation.request = request
         if request.num_output_tokens > len(generation.choices):
             if sampled is None:
                 raise InvariantError(f"request {request.request_id!r} grew by a token nobody sampled")
-            stop = generation.add_token(sampled, self._with_text(sampled.logprobs, generation))
+            logprobs = self._with_text(sampled.logprobs or {}, request.sampling.detokenize)
+            stop = generation.add_token(request, sampled, logprobs)
             if stop is not None:
                 if not request.status.is_final:
                     self._finish(request.request_id, FinishReason.STOP, stop)
                 generation.end(FinishReason.STOP, stop)
         if request.status.is_final:
             generation.end(request.finish_reason, request.stop_reason)
-        if generation.finished:
-            del self._live[request.request_id]
-        return generation.output()
 
-    def _get(self, request_id: str) -> _Generation:
-        if request_id not in self._live:
+    def _get(self, request_id: str) -> tuple[_Answer, Generation]:
+        if request_id not in self._sequences:
             raise InvariantError(f"request {request_id!r} was never added here, or has ended")
-        return self._live[request_id]
+        return self._sequences[request_id]
 
-    def _with_text(
-        self, logprobs: Mapping[int, Logprob] | None, generation: _Generation
-    ) -> dict[int, Logprob]:
-        """The same entries with `decoded_token`, when the request wants text."""
-        if logprobs is None:
-            return {}
-        if generation.detokenizer is None:
+    def _forget_if_finished(self, answer: _Answer) -> None:
+        if answer.finished:
+            name = answer.request.request_id
+            del self._live[name]
+            for request_id in sequence_ids(name, len(answer.generations)):
+                del self._sequences[request_id]
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        if self._tokenizer is None or not request.sampling.detokenize:
+            return None
+        return Detokenizer(
+            self._tokenizer,
+            request.token_ids[: request.num_prompt_tokens],
+            skip_special_tokens=request.sampling.skip_special_tokens,
+        )
+
+    def _with_text(self, logprobs: Mapping[int, Logprob], wanted: bool) -> dict[int, Logprob]:
+        """The same entries, with `decoded_token` if the request wants text and there is a tokenizer."""
+        if self._tokenizer is None or not wanted:
             return dict(logprobs)
         return {t: Logprob(p.logprob, p.rank, self._token_text(t)) for t, p in logprobs.items()}
 
     def _token_text(self, token_id: int) -> str:
-        assert self._tokenizer is not None  # there is a detokenizer
+        assert self._tokenizer is not None  # asked for text
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._tokenizer.decode([token_id], skip_special_tokens=False)
@@ -105,37 +131,19 @@ class OutputProcessor:
         return text
 
 
-class _Generation:
-    """One request's output so far."""
+class _Answer:
+    """What one RequestOutput is made of: the prompt's part, and one generation per sequence."""
 
-    def __init__(self, request: Request, prompt_text: str | None, detokenizer: Detokenizer | None) -> None:
+    def __init__(self, request: Request, prompt_text: str | None, generations: list[Generation]) -> None:
         self.request = request
-        self.detokenizer = detokenizer
-        self.choices: list[int] = []
-        self.finished = False
+        self.generations = generations
         self._prompt_text = prompt_text
         self._prompt_token_ids = tuple(request.token_ids[: request.num_prompt_tokens])
-        sampling = request.sampling
-        self._stops = StopStrings(sampling.stop, include_in_output=sampling.include_stop_str_in_output)
-        self._logprobs: list[Mapping[int, Logprob]] = []
-        self._cumulative_logprob = 0.0
         self._prompt_logprobs: list[Mapping[int, Logprob] | None] = [None]
-        self._finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
 
-    def add_token(self, sampled: SampledToken, logprobs: dict[int, Logprob]) -> str | None:
-        """Take a committed token; returns the stop string that its text completes."""
-        request, sampling = self.request, self.request.sampling
-        self.choices.append(sampled.choice_token_id)
-        if sampling.logprobs is not None:
-            self._logprobs.append(logprobs)
-            self._cumulative_logprob += logprobs[sampled.token_id].logprob
-        # A token that ended the request is not part of the text, unless stops are to be kept.
-        ended_by_token = request.finish_reason is FinishReason.STOP
-        if self.detokenizer is None or (ended_by_token and not sampling.include_stop_str_in_output):
-            return None
-        armed = not ended_by_token and len(self.choices) > sampling.min_tokens
-        return self._stops.push(self.detokenizer.push(sampled.token_id), armed=armed)
+    @property
+    def finished(self) -> bool:
+        return all(generation.finished for generation in self.generations)
 
     def add_prompt_logprobs(self, entries: Sequence[Mapping[int, Logprob]]) -> None:
         """Take entries that end where this step's computation ended.
@@ -151,34 +159,24 @@ class _Generation:
             )
         self._prompt_logprobs.extend(entries[first_new:])
 
-    def end(self, reason: FinishReason | None, stop_reason: int | str | None) -> None:
-        """Finish once; a second reason in the same step does not count."""
-        if self.finished:
-            return
-        self.finished = True
-        self._finish_reason, self._stop_reason = reason, stop_reason
-        ended_by_string = isinstance(stop_reason, str)
-        if self.detokenizer is not None and not ended_by_string:
-            self._stops.push(self.detokenizer.flush(), armed=False)
+    def end_unforked(self) -> None:
+        """If the request ended before its sequences parted, they end as it did."""
+        for generation in self.generations:
+            if generation.request is not None or not self.request.status.is_final:
+                continue
+            if self.request.num_output_tokens:
+                raise InvariantError(f"request {self.request.request_id!r} got a token but was not forked")
+            generation.end(self.request.finish_reason, self.request.stop_reason)
 
     def output(self) -> RequestOutput:
         request = self.request
-        completion = CompletionOutput(
-            index=0,
-            text=self._stops.text if self.finished else self._stops.visible(),
-            token_ids=tuple(request.output_token_ids),
-            choice_token_ids=tuple(self.choices),
-            cumulative_logprob=None if request.sampling.logprobs is None else self._cumulative_logprob,
-            logprobs=None if request.sampling.logprobs is None else tuple(self._logprobs),
-            finish_reason=None if self._finish_reason is None else self._finish_reason.value,
-            stop_reason=self._stop_reason,
-        )
+        forked = [g.request for g in self.generations if g.request is not None]
         complete = len(self._prompt_logprobs) == request.num_prompt_tokens
         return RequestOutput(
             request_id=request.request_id,
             prompt=self._prompt_text,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=(completion,),
+            outputs=tuple(generation.output() for generation in self.generations),
             finished=self.finished,
             prompt_logprobs=(
                 tuple(self._prompt_logprobs)
@@ -186,7 +184,7 @@ class _Generation:
                 else None
             ),
             num_cached_tokens=max(0, request.num_cached_tokens),
-            num_preemptions=request.num_preemptions,
+            num_preemptions=sum(r.num_preemptions for r in forked),
             seed=request.seed,
-            error=request.error,
+            error=next((r.error for r in forked if r.error is not None), None),
         )

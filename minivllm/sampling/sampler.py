@@ -35,20 +35,29 @@ class Sampler:
         self._ops = ops
         self._vocab_size = vocab_size
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledRequest]) -> list[SampledToken | str]:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[ScheduledRequest],
+        sequence_indices: Sequence[int] | None = None,
+    ) -> list[SampledToken | str]:
         """One SampledToken per row, or the reason why the row's logits are unusable.
 
         Args:
             logits: [len(rows), vocab] float32.
             rows: the requests, each with its history before the new token.
+            sequence_indices: which sequence of its request each row draws for; None: each
+                request's own. Several rows of one request fork it.
         """
+        if sequence_indices is None:
+            sequence_indices = [row.request.sequence_index for row in rows]
         largest, greedy = self._largest(logits)
         wanted = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
         logprobs = dict(zip(wanted, self._log_softmax(logits, wanted), strict=True))
         return [
             self._unusable(logits[i], largest[i], row)
-            or self._sample_row(logits[i], greedy[i], logprobs.get(i), row)
-            for i, row in enumerate(rows)
+            or self._sample_row(logits[i], greedy[i], logprobs.get(i), row, sequence_index)
+            for i, (row, sequence_index) in enumerate(zip(rows, sequence_indices, strict=True))
         ]
 
     def prompt_logprobs(
@@ -94,6 +103,7 @@ class Sampler:
         greedy: int,
         logprobs: NDArray[np.float32] | None,
         row: ScheduledRequest,
+        sequence_index: int,
     ) -> SampledToken | str:
         sampling = row.sampling
         position = len(row.tokens) - row.num_prompt_tokens
@@ -109,7 +119,8 @@ class Sampler:
             if sampling.is_greedy:
                 choice = int(values.argmax())
             else:
-                choice = draw(*filter_tokens(values, sampling), uniform(row.request.seed, position))
+                number = uniform(row.request.seed, position, sequence_index)
+                choice = draw(*filter_tokens(values, sampling), number)
         forced = sampling.forced_token_ids or ()
         token_id = forced[position] if position < len(forced) else choice
         found: Mapping[int, Logprob] | None = None

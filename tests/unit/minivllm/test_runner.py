@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from minivllm.attention import ATTENTION_BACKENDS, KVCache, PlannedAttention
 from minivllm.config import ModelConfig, RopeConfig
-from minivllm.errors import InvariantError, UnsupportedError
+from minivllm.errors import InvariantError
 from minivllm.layers import Ops, make_ops
 from minivllm.layers.ops_pad import PadOps
 from minivllm.layers.padding import TILES
@@ -112,13 +113,22 @@ class Argmax:
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
+        self.drawn: list[list[int]] = []
+        self.logits: list[Tensor] = []
         self.refuse: str | None = None
 
-    def sample(self, logits: Tensor, rows: Sequence[ScheduledRequest]) -> list[SampledToken | str]:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[ScheduledRequest],
+        sequence_indices: Sequence[int] | None = None,
+    ) -> list[SampledToken | str]:
         assert logits.dtype == torch.float32
         assert not logits.requires_grad
         assert logits.shape == (len(rows), VOCAB)
         self.asked.append([r.request_id for r in rows])
+        self.drawn.append(list(sequence_indices or ()))
+        self.logits.append(logits.clone())
         ids = logits.argmax(-1).tolist()
         return [
             "refused" if r.request_id == self.refuse else SampledToken(i, i)
@@ -141,8 +151,16 @@ class Rig:
         dtype: torch.dtype = torch.float32,
         block_size: int = 4,
         num_blocks: int = 64,
+        num_host_blocks: int = 0,
     ) -> None:
-        self.cache = KVCache(CONFIG, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=CPU)
+        self.cache = KVCache(
+            CONFIG,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            device=CPU,
+            num_host_blocks=num_host_blocks,
+        )
         made = make_ops(ops, CPU)
         self.model = StandIn(made, dtype)
         made.prepare(self.model, max_rows=64)
@@ -354,13 +372,73 @@ def test_a_plan_of_copies_alone_is_carried_out() -> None:
     assert torch.equal(rig.cache.keys[1][7], rig.cache.keys[1][5])
 
 
-@pytest.mark.parametrize("field", ["swap_out", "swap_in"])
-def test_swapping_is_refused_before_anything_is_touched(field: str) -> None:
+@pytest.mark.parametrize("backend", list(ATTENTION_BACKENDS))
+def test_decode_after_a_swap_to_the_host_and_back_continues_the_sequence_to_the_bit(backend: str) -> None:
+    rig = Rig(backend, num_host_blocks=4)
+    rig.run(ask("a", A, (9, 3), 0, 6))
+    expected = rig.run(ask("a", A, (9, 3), 6, 7, capture=("logits",)))
+    rig.run(swap_out=(BlockCopy(9, 3), BlockCopy(3, 0)))
+    rig.runner.poison(range(64), {})
+    swap_in = (BlockCopy(3, 20), BlockCopy(0, 21))
+    got = rig.run(ask("a", A, (20, 21), 6, 7, capture=("logits",)), swap_in=swap_in)
+    assert got.stages["a"]["logits"].tobytes() == expected.stages["a"]["logits"].tobytes()
+    assert got.samples == expected.samples
+
+
+def test_a_plan_is_carried_out_in_the_order_swap_out_swap_in_copies_forward() -> None:
+    """In one plan: "a" leaves blocks 9 and 3, "c" comes back into 9, "d" gets a copy of it in 3."""
+    rig = Rig(num_host_blocks=2)
+    rig.run(ask("a", A[:4], (9,)), ask("c", A[4:7], (5,)))
+    a, c = rig.runner.read_kv((9,), 4), rig.runner.read_kv((5,), 3)
+    rig.run(swap_out=(BlockCopy(5, 0),))
+    rig.run(
+        ask("d", [*A[4:7], 1], (3,), 3, 4),
+        swap_out=(BlockCopy(9, 1),),
+        swap_in=(BlockCopy(0, 9),),
+        copies=(BlockCopy(9, 3),),
+    )
+    assert all(torch.equal(rig.cache.host_keys[i][1], a[i][0]) for i in range(LAYERS))
+    assert all(torch.equal(rig.runner.read_kv((9,), 3)[i][1], c[i][1]) for i in range(LAYERS))
+    assert all(torch.equal(rig.runner.read_kv((3,), 3)[i][1], c[i][1]) for i in range(LAYERS))
+    fresh = Rig()
+    fresh.run(ask("d", [*A[4:7], 1], (7,)))
+    # Computed token by token and at once: the same numbers within rounding.
+    for (k, v), (want_k, want_v) in zip(
+        rig.runner.read_kv((3,), 4), fresh.runner.read_kv((7,), 4), strict=True
+    ):
+        torch.testing.assert_close(k, want_k)
+        torch.testing.assert_close(v, want_v)
+
+
+def test_each_fork_draws_from_the_same_row_of_logits_with_its_own_index() -> None:
     rig = Rig()
-    before = rig.cache.keys[0].clone()
-    with pytest.raises(UnsupportedError, match=r"swapping .* not implemented"):
-        rig.run(ask("b", B, (5,)), **{field: (BlockCopy(1, 2),)})
-    assert torch.equal(rig.cache.keys[0], before)
+    forking = replace(ask("a", A, (9, 3), temperature=1.0, n=3), fork_ids=("a/1", "a/2"))
+    later = ask("b/4", B, (5,), temperature=1.0)
+    later.request.sequence_index = 4
+    result = rig.run(forking, later)
+    assert list(result.samples) == ["a", "a/1", "a/2", "b/4"]
+    assert rig.sampler.asked == [["a", "a", "a", "b/4"]]
+    assert rig.sampler.drawn == [[0, 1, 2, 4]]
+    (logits,) = rig.sampler.logits
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    assert rig.model.logit_rows == [2], "the row is computed once"
+
+
+def test_forks_of_a_request_that_fails_get_no_token_and_the_failure_is_told_once() -> None:
+    for broken in (True, False):
+        rig = Rig()
+        rig.sampler.refuse = "a"
+        tokens = [1, 2, BROKEN] if broken else A[:3]
+        forking = replace(ask("a", tokens, (9,), temperature=1.0, n=2), fork_ids=("a/1",))
+        result = rig.run(forking, ask("b", B, (5,)))
+        assert list(result.failures) == ["a"]
+        assert list(result.samples) == ["b"]
+
+
+def test_a_plan_that_names_a_host_block_that_is_not_there_is_a_bug_and_says_so() -> None:
+    with pytest.raises(InvariantError, match="an empty pool"):
+        Rig().run(ask("b", B, (5,)), swap_out=(BlockCopy(1, 2),))
 
 
 @pytest.mark.parametrize("backend", list(ATTENTION_BACKENDS))

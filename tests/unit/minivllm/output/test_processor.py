@@ -264,7 +264,7 @@ def test_prompt_logprobs_of_a_one_token_prompt_are_one_none(start: Start) -> Non
 def test_prompt_logprobs_come_whole_or_not_at_all(start: Start) -> None:
     engine = start([1, 2, 3, 4], prompt_logprobs=0)
     engine.prefill(2, [lp(2), lp(3)])
-    assert engine.processor.abort(engine.request).prompt_logprobs is None
+    assert engine.processor.abort(engine.request.request_id).prompt_logprobs is None
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -303,7 +303,7 @@ def test_prompt_logprobs_with_a_gap_are_refused(start: Start) -> None:
 
 def test_prompt_logprobs_of_a_request_aborted_meanwhile_are_ignored(start: Start) -> None:
     engine = start([1, 2, 3], prompt_logprobs=0)
-    engine.processor.abort(engine.request)
+    engine.processor.abort(engine.request.request_id)
     engine.prefill(1, [lp(2)])
 
 
@@ -321,7 +321,7 @@ def test_a_failed_request_ends_with_its_error_and_its_text_so_far(start: Start) 
 def test_an_aborted_request_keeps_what_it_had(start: Start) -> None:
     engine = start(stop=["bx"])
     engine.spell("ab")
-    output = engine.processor.abort(engine.request)
+    output = engine.processor.abort(engine.request.request_id)
     assert output.finished
     assert output.outputs == (CompletionOutput(0, "ab", (1, 2), (1, 2), finish_reason="abort"),)
 
@@ -329,14 +329,14 @@ def test_an_aborted_request_keeps_what_it_had(start: Start) -> None:
 def test_cached_tokens_of_a_request_never_admitted_are_zero(start: Start) -> None:
     engine = start()
     assert engine.request.num_cached_tokens == -1
-    assert engine.processor.abort(engine.request).num_cached_tokens == 0
+    assert engine.processor.abort(engine.request.request_id).num_cached_tokens == 0
 
 
 def test_nothing_is_kept_of_a_request_that_ended(start: Start) -> None:
     engine = start(max_tokens=1)
     engine.step(1)
     with pytest.raises(InvariantError, match="'r'"):
-        engine.processor.abort(engine.request)
+        engine.processor.abort(engine.request.request_id)
 
 
 def test_an_id_can_be_used_again_after_its_request_ended(start: Start) -> None:
