@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,3 +139,34 @@ def test_every_row_is_the_last_one_computed_for_its_position(name: str, steps: l
             assert row.tolist() == [position, expected[position]]
         else:
             assert np.isnan(row).all()
+
+
+def test_sequences_that_fork_begin_with_what_was_captured_before_they_parted() -> None:
+    store = StageStore()
+    collect(store, scheduled(0, 3, total=5), {"hidden.0": rows(0, 3), "k.0": rows(0, 3)})
+    forking = replace(scheduled(3, 2), fork_ids=("r/1", "r/2"))
+    collect(store, forking, {"hidden.0": rows(3, 5), "k.0": rows(0, 5), "logits": rows(0, 1)})
+    child = replace(scheduled(5, 1), request_id="r/1")
+    result = StepResult({}, stages={"r/1": {"hidden.0": rows(5, 6, run=1), "logits": rows(1, 2, run=1)}})
+    store.collect(StepPlan(1, (child,)), result)
+    np.testing.assert_array_equal(
+        store.get("r/1")["hidden.0"], np.concatenate([rows(0, 5), rows(5, 6, run=1)])
+    )
+    np.testing.assert_array_equal(store.get("r/1")["logits"], np.concatenate([rows(0, 1), rows(1, 2, run=1)]))
+    for untouched in ("r", "r/2"):
+        np.testing.assert_array_equal(store.get(untouched)["hidden.0"], rows(0, 5))
+        np.testing.assert_array_equal(store.get(untouched)["k.0"], rows(0, 5))
+
+
+def test_dropping_a_request_drops_its_forks() -> None:
+    store = StageStore()
+    collect(store, replace(scheduled(0, 5), fork_ids=("r/1",)), {"hidden.0": rows(0, 5)})
+    assert store.get("r/1")
+    store.drop("r")
+    assert store.get("r") == store.get("r/1") == {}
+
+
+def test_forks_of_a_request_that_captured_nothing_have_nothing() -> None:
+    store = StageStore()
+    store.collect(StepPlan(0, (replace(scheduled(0, 5), fork_ids=("r/1",)),)), StepResult({}))
+    assert store.get("r/1") == {}

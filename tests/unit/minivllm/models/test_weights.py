@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from minivllm.errors import WeightError
 from minivllm.layers.ops_torch import TorchOps
 from minivllm.models import DecoderModel, load_model
-from minivllm.models.weights import fill
+from minivllm.models.weights import fill, replace_weights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -213,3 +213,44 @@ def test_a_tied_head_of_another_shape_is_told_with_both_shapes(make_checkpoint: 
         WeightError, match=r"lm_head\.weight has shape \[99, 48\], the model needs \[101, 48\]"
     ):
         load(path)
+
+
+def test_replaced_weights_are_cast_copied_and_the_rest_stays(make_checkpoint: Callable[..., Any]) -> None:
+    model = load(make_checkpoint("Llama").path, dtype=torch.bfloat16)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    mine = torch.randn(before[name].shape)
+    replace_weights(model, {name: mine})
+    mine.zero_()
+    after = dict(model.named_parameters())
+    assert not torch.equal(after[name], before[name])
+    assert after[name].count_nonzero() > 0, "the caller's tensor is copied, not kept"
+    assert all(torch.equal(after[n], before[n]) for n in before if n != name)
+
+
+def test_weights_are_replaced_all_or_none_and_every_problem_is_named(
+    make_checkpoint: Callable[..., Any],
+) -> None:
+    model = load(make_checkpoint("Llama").path)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    good, short, whole = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
+    with pytest.raises(WeightError) as refused:
+        replace_weights(
+            model,
+            {
+                good: torch.zeros_like(before[good]),
+                "model.nose.weight": torch.zeros(3),
+                short: torch.zeros(3, 4),
+                whole: torch.zeros(before[whole].shape, dtype=torch.int64),
+            },
+        )
+    message = str(refused.value)
+    assert all(word in message for word in ("model.nose.weight", "[3, 4]", "torch.int64"))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_an_empty_update_changes_nothing(make_checkpoint: Callable[..., Any]) -> None:
+    model = load(make_checkpoint("Llama").path)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    replace_weights(model, {})
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

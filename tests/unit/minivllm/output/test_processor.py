@@ -20,6 +20,7 @@ from minivllm.request import (
     SampledToken,
     SamplingParams,
     StepResult,
+    sequence_ids,
 )
 
 
@@ -369,3 +370,200 @@ def test_requests_in_one_step_do_not_mix() -> None:
     a, b = processor.process(requests, StepResult(samples))
     assert (a.request_id, a.finished, a.outputs[0].text, a.outputs[0].stop_reason) == ("a", True, "", "b")
     assert (b.request_id, b.finished, b.outputs[0].text, b.outputs[0].logprobs) == ("b", False, "b", None)
+
+
+# --- several sequences -------------------------------------------------------------------------
+
+
+class Family:
+    """What scheduler and engine do around an OutputProcessor for one request of n sequences."""
+
+    def __init__(self, n: int = 3, prompt: Sequence[int] = (26,), **params: Any) -> None:
+        params.setdefault("max_tokens", 50)
+        self.ids = sequence_ids("r", n)
+        self.finished: list[tuple[str, str]] = []
+        self.processor = OutputProcessor(LETTERS, self._finish)
+        parent = Request("r", list(prompt), len(prompt), SamplingParams(n=n, **params), seed=77)
+        parent.status = RequestStatus.RUNNING
+        self.live = {"r": parent}
+        self.processor.add(parent, "the prompt")
+
+    def _finish(self, request_id: str, reason: FinishReason, stop: str) -> None:
+        self.finished.append((request_id, stop))
+        self.end(request_id, reason, stop)
+
+    def end(self, request_id: str, reason: FinishReason, stop: str | None = None) -> Request:
+        request = self.live.pop(request_id)
+        request.status, request.finish_reason = RequestStatus.FINISHED, reason
+        request.stop_reason = stop
+        return request
+
+    def step(self, **tokens: int) -> RequestOutput:
+        """One token per sequence, by index: step(s0=1, s2=3); the first step forks."""
+        wanted = {self.ids[int(name[1:])]: token for name, token in tokens.items()}
+        for index, name in enumerate(self.ids):
+            if name in wanted and name not in self.live:
+                parent = self.live["r"]
+                self.live[name] = Request(
+                    name,
+                    list(parent.token_ids[: parent.num_prompt_tokens]),
+                    parent.num_prompt_tokens,
+                    parent.sampling,
+                    seed=parent.seed,
+                    status=RequestStatus.RUNNING,
+                    parent_id="r",
+                    sequence_index=index,
+                )
+        changed = [self.live[name] for name in self.ids if name in wanted]
+        for request in changed:
+            request.token_ids.append(wanted[request.request_id])
+            if request.num_output_tokens == request.sampling.max_tokens:
+                self.end(request.request_id, FinishReason.LENGTH)
+        wants = changed[0].sampling.logprobs is not None
+        samples = {
+            name: SampledToken(token, token, lp(token, -float(token)) if wants else None)
+            for name, token in wanted.items()
+        }
+        (output,) = self.processor.process(changed, StepResult(samples))
+        return output
+
+
+def test_the_sequences_of_a_request_make_one_output_in_order_of_their_index() -> None:
+    family = Family()
+    first = family.step(s0=1, s1=2, s2=3)
+    assert [(c.index, c.text) for c in first.outputs] == [(0, "a"), (1, "b"), (2, "c")]
+    second = family.step(s2=6, s0=4)
+    assert [c.text for c in second.outputs] == ["ad", "b", "cf"]
+    assert [c.token_ids for c in second.outputs] == [(1, 4), (2,), (3, 6)]
+    assert (second.request_id, second.prompt, second.seed) == ("r", "the prompt", 77)
+    assert not second.finished
+
+
+def test_an_output_of_several_sequences_is_finished_when_all_of_them_are() -> None:
+    family = Family(max_tokens=2)
+    family.step(s0=1, s1=1, s2=1)
+    assert not family.step(s0=1).finished
+    assert not family.step(s2=1).finished
+    last = family.step(s1=1)
+    assert last.finished
+    assert [c.finish_reason for c in last.outputs] == ["length"] * 3
+    with pytest.raises(InvariantError, match="never added here, or has ended"):
+        family.processor.abort("r")
+
+
+def test_a_stop_string_ends_the_sequence_that_completes_it_and_no_other() -> None:
+    family = Family(stop=["ab"])
+    family.step(s0=1, s1=1, s2=2)
+    output = family.step(s0=3, s1=2, s2=2)
+    assert family.finished == [("r/1", "ab")]
+    assert [c.finish_reason for c in output.outputs] == [None, "stop", None]
+    assert output.outputs[1].stop_reason == "ab"
+    after = family.step(s0=4, s2=1)
+    assert [c.text for c in after.outputs] == ["acd", "", "bb"], "an open a of s2 is held back"
+
+
+def test_the_first_sequence_may_end_by_a_stop_string_before_the_others() -> None:
+    family = Family(n=2, stop=["a"])
+    output = family.step(s0=1, s1=2)
+    assert family.finished == [("r", "a")]
+    assert [c.finish_reason for c in output.outputs] == ["stop", None]
+    assert not output.finished
+    assert [c.text for c in family.step(s1=3).outputs] == ["", "bc"]
+
+
+def test_each_sequence_has_its_own_logprobs() -> None:
+    family = Family(n=2, logprobs=0)
+    family.step(s0=1, s1=2)
+    output = family.step(s0=3, s1=4)
+    sums = [c.cumulative_logprob for c in output.outputs]
+    assert sums == [-4.0, -6.0]
+    assert [[list(entry) for entry in c.logprobs or ()] for c in output.outputs] == [[[1], [3]], [[2], [4]]]
+
+
+def test_aborting_the_request_ends_every_sequence_that_has_not_ended() -> None:
+    family = Family(max_tokens=2)
+    family.step(s0=1, s1=2, s2=3)
+    family.step(s1=2)
+    output = family.processor.abort("r")
+    assert output.finished
+    assert [c.finish_reason for c in output.outputs] == ["abort", "length", "abort"]
+    with pytest.raises(InvariantError):
+        family.processor.abort("r/2")
+
+
+def test_aborting_one_sequence_leaves_the_others() -> None:
+    family = Family(max_tokens=2)
+    family.step(s0=1, s1=2, s2=3)
+    family.end("r/1", FinishReason.ABORT)
+    output = family.processor.abort("r/1")
+    assert not output.finished
+    assert [c.finish_reason for c in output.outputs] == [None, "abort", None]
+    last = family.step(s0=1, s2=1)
+    assert last.finished
+    assert [c.finish_reason for c in last.outputs] == ["length", "abort", "length"]
+    assert [len(c.token_ids) for c in last.outputs] == [2, 1, 2]
+
+
+def test_aborting_the_last_live_sequence_finishes_the_request() -> None:
+    family = Family(n=2, max_tokens=2)
+    family.step(s0=1, s1=2)
+    assert not family.step(s0=1).finished
+    family.end("r/1", FinishReason.ABORT)
+    assert family.processor.abort("r/1").finished
+
+
+def test_a_request_aborted_before_it_forked_has_all_its_sequences_aborted() -> None:
+    family = Family()
+    output = family.processor.abort("r")
+    assert output.finished
+    assert [(c.index, c.token_ids, c.finish_reason) for c in output.outputs] == [
+        (i, (), "abort") for i in range(3)
+    ]
+
+
+def test_a_request_that_fails_before_it_forked_fails_in_all_its_sequences() -> None:
+    family = Family(n=2)
+    parent = family.live["r"]
+    parent.status, parent.finish_reason, parent.error = RequestStatus.FAILED, FinishReason.ERROR, "NaN"
+    (output,) = family.processor.process([parent], StepResult({}, failures={"r": "NaN"}))
+    assert output.finished
+    assert output.error == "NaN"
+    assert [c.finish_reason for c in output.outputs] == ["error", "error"]
+
+
+def test_a_sequence_that_fails_later_names_its_error_and_leaves_the_others() -> None:
+    family = Family(n=2)
+    family.step(s0=1, s1=2)
+    child = family.live.pop("r/1")
+    child.status, child.finish_reason, child.error = RequestStatus.FAILED, FinishReason.ERROR, "NaN"
+    (output,) = family.processor.process([child], StepResult({}, failures={"r/1": "NaN"}))
+    assert not output.finished
+    assert output.error == "NaN"
+    assert [c.finish_reason for c in output.outputs] == [None, "error"]
+    assert family.step(s0=5).outputs[0].text == "ae"
+
+
+def test_preemptions_of_all_sequences_are_counted() -> None:
+    family = Family(n=2)
+    family.step(s0=1, s1=2)
+    family.live["r"].num_preemptions, family.live["r/1"].num_preemptions = 1, 2
+    assert family.step(s0=1).num_preemptions == 3
+
+
+def test_a_request_that_got_a_token_but_no_forks_is_a_bug() -> None:
+    family = Family(n=2, max_tokens=1)
+    parent = family.live["r"]
+    parent.token_ids.append(1)
+    family.end("r", FinishReason.LENGTH)
+    with pytest.raises(InvariantError, match="was not forked"):
+        family.processor.process([parent], StepResult({"r": SampledToken(1, 1)}))
+
+
+def test_prompt_logprobs_of_a_fork_that_is_computed_anew_are_not_the_requests() -> None:
+    family = Family(n=2, prompt=[1, 2, 3], prompt_logprobs=0)
+    family.live["r"].num_computed_tokens = 3
+    family.processor.process([], StepResult({}, prompt_logprobs={"r": [lp(2), lp(3)]}))
+    wanted = family.step(s0=1, s1=2).prompt_logprobs
+    assert wanted is not None
+    family.processor.process([], StepResult({}, prompt_logprobs={"r/1": [lp(2, -9.0), lp(3, -9.0)]}))
+    assert family.step(s1=3).prompt_logprobs == wanted

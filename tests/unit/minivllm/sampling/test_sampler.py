@@ -229,3 +229,29 @@ def test_prompt_logprobs_of_a_chunk_are_bitwise_those_of_the_whole(make_sampler:
 
 def test_prompt_logprobs_of_no_rows_are_none(make_sampler: MakeSampler) -> None:
     assert make_sampler(4).prompt_logprobs(torch.empty(0, 4), [], 1) == []
+
+
+def test_rows_of_one_request_draw_by_their_sequence_index(
+    make_row: MakeRow, make_sampler: MakeSampler
+) -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)).repeat(8, 1)
+    row = make_row(temperature=1.5, seed=3)
+    together = make_sampler(50).sample(logits, [row] * 8, range(8))
+    alone = []
+    for index in range(8):
+        single = make_row(temperature=1.5, seed=3)
+        single.request.sequence_index = index
+        alone += make_sampler(50).sample(logits[:1], [single])
+    assert together == alone
+    assert len({only([token]).token_id for token in together}) > 3, "sequences differ"
+
+
+def test_without_indices_the_requests_own_sequence_index_counts(
+    make_row: MakeRow, make_sampler: MakeSampler
+) -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
+    row = make_row(temperature=1.5, seed=3)
+    row.request.sequence_index = 5
+    (by_request,) = make_sampler(50).sample(logits, [row])
+    (by_argument,) = make_sampler(50).sample(logits, [make_row(temperature=1.5, seed=3)], [5])
+    assert by_request == by_argument
