@@ -109,6 +109,12 @@ class PrefixChain:
         """Use an equal content, so that later blocks share their ancestors with the index."""
         self._contents[index] = content
 
+    def fork(self, request: Request, num_blocks: int) -> PrefixChain:
+        """The chain of a request that has the same first `num_blocks` blocks."""
+        chain = PrefixChain(request, self._block_size, self._root)
+        chain._contents = self._contents[:num_blocks]
+        return chain
+
     def _make(self, index: int) -> BlockContent:
         start = index * self._block_size
         token_ids = tuple(self._request.token_ids[start : start + self._block_size])
