@@ -1,4 +1,4 @@
-"""The command line: `minivllm generate` and `minivllm info`."""
+"""The command line: `minivllm generate`, `minivllm info` and `minivllm bench`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm import __version__
+from minivllm.bench import add_parser as add_bench
 from minivllm.build import resolve
 from minivllm.config import EngineConfig
 from minivllm.errors import MiniVLLMError
@@ -59,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="print the resolved configuration and why")
     _add_engine_options(info)
     info.set_defaults(run=_info)
+
+    add_bench(commands)
     return parser
 
 

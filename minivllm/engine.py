@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from minivllm.build import EngineParts, build_engine
-from minivllm.cache import PoolCounts
+from minivllm.cache import KVSnapshot, PoolCounts
 from minivllm.config import EngineConfig, ResolvedConfig
 from minivllm.errors import ConfigError, InvariantError, UnknownRequest
 from minivllm.models import DecoderModel, replace_weights
@@ -143,17 +143,39 @@ class LLMEngine:
         if not self._scheduler.reset_prefix_cache():
             raise InvariantError("no request has computed anything, yet blocks are in use")
 
+    def kv_snapshot(self) -> KVSnapshot:
+        """Every block of the KV cache and of the host pool: who holds it, and what is in it."""
+        return self._scheduler.block_manager.snapshot(self._scheduler.requests)
+
     def pool_counts(self) -> PoolCounts:
         """How the block pool stands."""
         return self._scheduler.block_manager.counts()
 
+    def host_pool_counts(self) -> PoolCounts:
+        """How the host pool for swapped-out blocks stands."""
+        return self._scheduler.block_manager.host_counts()
+
     def read_kv(self, request_id: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer (k, v), each [num_computed_tokens, kv heads, head_dim], in logical order."""
+        """Per layer (k, v), each [num_computed_tokens, kv heads, head_dim], in logical order.
+
+        A swapped-out request's are in host memory; sequences have ids of their own, see
+        `minivllm.request.sequence_ids`.
+
+        Raises:
+            UnknownRequest: no live request or sequence has this id.
+        """
         request = self._scheduler.requests.get(request_id)
         if request is None:
             raise UnknownRequest(f"no live request {request_id!r}")
-        table = self._scheduler.block_manager.block_table(request_id)
-        return self._runner.read_kv(table, request.num_computed_tokens)
+        manager, num_tokens = self._scheduler.block_manager, request.num_computed_tokens
+        host_table = manager.host_table(request_id)
+        if not host_table:
+            return self._runner.read_kv(manager.block_table(request_id), num_tokens)
+        # Preempted since the last step: the blocks are where they were until the next one.
+        leaving = {copy.target: copy.source for copy in manager.pending_copies().swap_out}
+        if host_table[0] in leaving:
+            return self._runner.read_kv([leaving[block] for block in host_table], num_tokens)
+        return self._runner.read_host_kv(host_table, num_tokens)
 
     def stages(self, request_id: str) -> dict[str, NDArray[np.generic]]:
         """Captured stages so far: name → array. Kept after the end, until the id is used again."""
@@ -161,4 +183,7 @@ class LLMEngine:
 
     def poison(self) -> int:
         """Fill every KV slot that must not matter with NaN; returns how many were filled."""
-        return self._runner.poison(*self._scheduler.block_manager.unused_slots())
+        manager = self._scheduler.block_manager
+        return self._runner.poison(*manager.unused_slots()) + self._runner.poison_host(
+            manager.unused_host_blocks()
+        )

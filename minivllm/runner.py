@@ -136,9 +136,19 @@ class ModelRunner:
         return self._cache.read(block_table, num_tokens)
 
     @torch.inference_mode()
+    def read_host_kv(self, host_table: Sequence[int], num_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """The same of a swapped-out sequence, on the CPU."""
+        return self._cache.read_host(host_table, num_tokens)
+
+    @torch.inference_mode()
     def poison(self, blocks: Sequence[int], partial: Mapping[int, int]) -> int:
         """Fill unused slots with NaN; see `KVCache.poison`. Returns the number of slots filled."""
         return self._cache.poison(blocks, partial)
+
+    @torch.inference_mode()
+    def poison_host(self, blocks: Sequence[int]) -> int:
+        """Fill unused host blocks with NaN. Returns the number of slots filled."""
+        return self._cache.poison_host(blocks)
 
     def _read_logits(
         self, batch: _Batch, hidden: Tensor, stages: Stages, failures: dict[str, str]

@@ -103,6 +103,14 @@ class KVCache:
         slots = self.slots(block_table, 0, num_tokens)
         return [self.gather(layer, slots) for layer in range(self.num_layers)]
 
+    def read_host(self, host_table: Sequence[int], num_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """A swapped-out sequence's KV: as `read`, on the CPU."""
+        blocks = torch.tensor(host_table, dtype=torch.int64)
+        return [
+            (k[blocks].flatten(0, 1)[:num_tokens], v[blocks].flatten(0, 1)[:num_tokens])
+            for k, v in zip(self.host_keys, self.host_values, strict=True)
+        ]
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks in every layer, as if all sources were read before any target is written.
 

@@ -195,6 +195,11 @@ class BlockManager:
         free = sorted(block_id for block_id in self.pool.free_blocks() if block_id not in leaving)
         return (NULL_BLOCK, *free), partly
 
+    def unused_host_blocks(self) -> tuple[int, ...]:
+        """Host blocks that nobody holds and no pending swap-in reads, for poisoning between steps."""
+        used = set(self.host_pool.used_blocks())
+        return tuple(block_id for block_id in range(self.host_pool.num_blocks) if block_id not in used)
+
     def snapshot(self, requests: Mapping[str, Request]) -> KVSnapshot:
         """Every block with its holders and content. Takes time in proportion to the pools.
 

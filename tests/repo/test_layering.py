@@ -14,10 +14,11 @@ ROOT = Path(__file__).parents[2]
 
 #: From the top down. A module may import its own level and any level below it.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"<package>", "__main__", "llm", "server", "cli"}),
+    frozenset({"<package>", "__main__", "llm", "server", "cli", "bench"}),
     frozenset({"engine", "build"}),
     frozenset(
-        {"scheduler", "admission", "waiting", "runner", "output", "tokenizer", "processor", "stages"},
+        {"scheduler", "admission", "groups", "integrity", "waiting"}
+        | {"runner", "output", "tokenizer", "processor", "stages"},
     ),
     frozenset({"models", "attention", "multimodal"}),
     frozenset({"cache", "layers", "sampling"}),

@@ -14,9 +14,12 @@ ROOT = Path(__file__).parents[2]
 TORCH_FREE = (
     "minivllm",
     "minivllm.admission",
+    "minivllm.bench",
     "minivllm.cache",
     "minivllm.config",
     "minivllm.errors",
+    "minivllm.groups",
+    "minivllm.integrity",
     "minivllm.output",
     "minivllm.registry",
     "minivllm.request",

@@ -168,6 +168,14 @@ def test_a_sequence_survives_the_way_to_the_host_and_back_although_its_blocks_we
         assert torch.equal(v, new_v)
 
 
+def test_a_swapped_out_sequence_reads_as_it_did_on_the_device(swapping: KVCache) -> None:
+    before = swapping.read((4, 1), 5)
+    swapping.swap_out([BlockCopy(4, 2), BlockCopy(1, 0)])
+    for (k, v), (host_k, host_v) in zip(before, swapping.read_host((2, 0), 5), strict=True):
+        assert torch.equal(k, host_k)
+        assert torch.equal(v, host_v)
+
+
 def test_poison_of_host_blocks_fills_them_and_no_others(swapping: KVCache) -> None:
     before = [(d.clone(), h.clone()) for d, h in pairs(swapping)]
     assert swapping.poison_host((1, 3)) == 6
