@@ -1,12 +1,18 @@
-"""Which requests can be served at all. Whoever passes finishes one day, however full the pool is."""
+"""How much room requests need: to be served at all, to be admitted now, to run to their end.
+
+Whoever passes `check_prompt` and `check_capacity` finishes one day, however full the pool is.
+"""
 
 from __future__ import annotations
 
-from minivllm.cache import BlockManager
+from collections.abc import Sequence
+
+from minivllm.cache import BlockManager, PrefixMatch
 from minivllm.errors import CapacityError, PromptTooLong, RequestError
+from minivllm.groups import forks_when_it_samples
 from minivllm.request import Request, RequestStatus
 
-__all__ = ["check_capacity", "check_prompt", "most_tokens"]
+__all__ = ["Room", "blocks_needed", "check_capacity", "check_prompt", "most_tokens", "seats"]
 
 
 def most_tokens(request: Request, max_model_len: int) -> int:
@@ -46,24 +52,109 @@ def check_prompt(request: Request, max_model_len: int, max_chunk: int | None) ->
         )
 
 
+def seats(request: Request, max_num_seqs: int) -> int:
+    """How many of the running requests this one counts as: those it is about to become."""
+    return min(request.sampling.n, max_num_seqs) if forks_when_it_samples(request) else 1
+
+
+def _blocks_for(request: Request, num_tokens: int, block_manager: BlockManager) -> int:
+    """Blocks of all sequences the request stands for, when each has `num_tokens` tokens.
+
+    Sequences still to be forked will share the full blocks of the prompt, and nothing else once
+    they write.
+    """
+    num_blocks = block_manager.num_blocks_for(num_tokens)
+    prompt = request.num_prompt_tokens
+    if not forks_when_it_samples(request) or num_tokens <= prompt:
+        return num_blocks
+    shared = prompt // block_manager.block_size
+    return shared + request.sampling.n * (num_blocks - shared)
+
+
+def blocks_needed(
+    request: Request, max_model_len: int, block_manager: BlockManager, *, to_the_end: bool
+) -> int:
+    """Blocks the request needs for its known tokens and in the step after, or to its very end.
+
+    "The step after" keeps it from being thrown out as soon as it has sampled (vLLM pull request
+    8824: tokens sampled but not stored yet were forgotten).
+    """
+    # The last token generated is never computed.
+    most = most_tokens(request, max_model_len) - 1
+    num_tokens = most if to_the_end else min(request.num_tokens + 1, most)
+    return _blocks_for(request, num_tokens, block_manager)
+
+
+class Room:
+    """Whether the pool has room for one more request beside the running ones, in one step.
+
+    Normally that is room for the known tokens of all, and for the step after. As soon as a request
+    that was preempted `max_preemptions` times runs or is to run, it is room for all to reach their
+    ends, so that nobody will have to be thrown out again.
+
+    Takes time in proportion to the number of running requests once, not per question.
+    """
+
+    def __init__(
+        self,
+        running: Sequence[Request],
+        max_model_len: int,
+        block_manager: BlockManager,
+        max_preemptions: int,
+    ) -> None:
+        self._running = list(running)
+        self._max_model_len = max_model_len
+        self._manager = block_manager
+        self._max_preemptions = max_preemptions
+        self._guarded = any(map(self._is_guarded, running))
+        self._claims: dict[bool, int] = {}  # blocks the running ones will take, by `to_the_end`
+
+    def has(self, request: Request, prefix: PrefixMatch) -> bool:
+        """Whether a waiting request fits; `prefix` is what it would find in the cache."""
+        to_the_end = self._guarded or self._is_guarded(request)
+        available = self._manager.pool.num_available - self._claim(request, to_the_end, prefix)
+        if available < 0:
+            return False
+        if to_the_end not in self._claims:
+            self._claims[to_the_end] = sum(self._claim(one, to_the_end) for one in self._running)
+        return self._claims[to_the_end] <= available
+
+    def admitted(self, request: Request) -> None:
+        """The request has its blocks for this step and runs."""
+        self._running.append(request)
+        self._guarded = self._guarded or self._is_guarded(request)
+        for to_the_end in self._claims:
+            self._claims[to_the_end] += self._claim(request, to_the_end)
+
+    def _claim(self, request: Request, to_the_end: bool, prefix: PrefixMatch | None = None) -> int:
+        needed = blocks_needed(request, self._max_model_len, self._manager, to_the_end=to_the_end)
+        return self._manager.num_missing(request, needed, prefix)
+
+    def _is_guarded(self, request: Request) -> bool:
+        return request.num_preemptions >= self._max_preemptions
+
+
 def check_capacity(request: Request, max_model_len: int, block_manager: BlockManager) -> None:
     """Refuse a request that could outgrow the whole pool (vLLM issue 39734).
 
-    With T = `most_tokens`, the KV of T - 1 tokens must fit: the last token generated is never
-    computed.
+    With T = `most_tokens`, the KV of T - 1 tokens must fit, for each of its n sequences.
 
     Raises:
         CapacityError: with the numbers, and the largest max_tokens that fits.
     """
-    most = most_tokens(request, max_model_len)
-    needed, total = block_manager.num_blocks_for(most - 1), block_manager.counts().total
+    total = block_manager.counts().total
+    needed = blocks_needed(request, max_model_len, block_manager, to_the_end=True)
     if needed <= total:
         return
-    prompt = request.num_prompt_tokens
-    room = total * block_manager.block_size + 1 - prompt
+    prompt, n, size = request.num_prompt_tokens, request.sampling.n, block_manager.block_size
+    shared = prompt // size
+    room = (shared + (total - shared) // n) * size + 1 - prompt
+    if block_manager.num_blocks_for(prompt) <= total:
+        room = max(room, 1)  # one token per sequence needs nothing but the prompt
     lower = f"lower max_tokens to at most {room} or " if room >= 1 else ""
+    sequences = f" in each of n={n} sequences" if n > 1 else ""
     raise CapacityError(
         f"request {request.request_id!r} can need {needed} KV blocks ({prompt} prompt tokens and up to"
-        f" {most - prompt} generated ones, block size {block_manager.block_size}), but the whole pool has"
-        f" {total}; {lower}raise num_kv_blocks to at least {needed + 1}"
+        f" {most_tokens(request, max_model_len) - prompt} generated ones{sequences}, block size {size}), but"
+        f" the whole pool has {total}; {lower}raise num_kv_blocks to at least {needed + 1}"
     )

@@ -1,7 +1,8 @@
 """Decides what each step computes, and takes in what it produced.
 
 A plan is "request → how many tokens". There is no prefill or decode phase: chunked prompts, prefix
-hits and resumed requests differ only in how far `num_computed_tokens` is behind `num_tokens`.
+hits, forked and resumed requests differ only in how far `num_computed_tokens` is behind
+`num_tokens`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from minivllm.admission import check_capacity, check_prompt, most_tokens
-from minivllm.cache import BlockManager
+from minivllm.admission import Room, check_capacity, check_prompt, most_tokens, seats
+from minivllm.cache import BlockManager, KVSnapshot, PendingCopies, PrefixMatch
 from minivllm.config import PreemptionMode
-from minivllm.errors import ConfigError, DuplicateRequest, InvariantError, UnknownRequest
+from minivllm.errors import ConfigError, InvariantError, UnknownRequest
+from minivllm.groups import SequenceGroups, forks_when_it_samples, make_child
+from minivllm.integrity import check_result, check_schedule
 from minivllm.request import (
     FinishReason,
     Request,
@@ -24,6 +27,7 @@ from minivllm.request import (
     StepPlan,
     StepResult,
     TokenView,
+    sequence_ids,
 )
 from minivllm.trace import (
     Aborted,
@@ -46,12 +50,22 @@ class Scheduler:
 
     Running requests are served first, then waiting ones are admitted, in order of arrival ("fcfs")
     or of (priority, arrival), lower first ("priority"). When a running request finds no block, the
-    last one in that order loses all of its blocks and waits again with its outputs; it is computed
-    anew later, from whatever the prefix cache still holds. In such a step nobody is admitted.
+    last one in that order loses all of its blocks and waits again with its outputs. Later it is
+    computed anew, from whatever the prefix cache still holds, or swapped back in. In such a step
+    nobody is admitted.
+
+    A request for n sequences is computed once; with its first tokens it becomes n requests that
+    share its blocks, and from then on are served, preempted and ended one by one.
+
+    Admission: a request is let in if the pool has room for all of its known tokens and for what it
+    needs in the step after, beside what those already running need then. Nobody is thrown out for
+    want of room more than `max_preemptions` times: after that many, a request is let in only if
+    all that run could reach their ends together with it, and while it runs so is everybody else.
 
     Progress: every plan computes at least one token of the first running request, and that request
     is never a victim, because each request fits the pool alone (`add` refuses others). So, with
-    T = prompt + most tokens to generate, and n live requests, if no more are added:
+    T = prompt + most tokens to generate, and n live sequences (those to be forked included), if no
+    more are added:
 
     - fcfs: all have ended after at most sum(T) steps;
     - priority: after at most sum(T) + (n - 1) * max(T) steps, since a better request that was
@@ -61,14 +75,18 @@ class Scheduler:
 
     Args:
         block_manager: the KV cache's bookkeeping; the scheduler is its only user.
-        max_num_seqs: most requests in one step.
+        max_num_seqs: most requests in one step. A request still to be forked counts n times.
         max_num_batched_tokens: most tokens in one step.
         max_model_len: most tokens of one request, prompt and output.
         enable_chunked_prefill: off, a prompt is computed in one step. Only a preempted request
             whose prompt and outputs exceed max_num_batched_tokens is still recomputed in chunks,
             as it could not go on otherwise.
         policy: "fcfs" or "priority".
-        preemption_mode: what a preempted request loses, see `EngineConfig`.
+        preemption_mode: what a preempted request loses. "recompute": its KV. "swap": nothing; its
+            KV moves to host blocks, if there is room, and is lost otherwise. "auto": swapped if
+            more than one block of it is computed and there is room.
+        max_preemptions: how often want of room may preempt one request; calls of `preempt` count
+            too, but are not bounded by it.
         trace: receives Submitted, Planned, Preempted, Sampled, Finished, Aborted and Failed.
 
     Raises:
@@ -85,6 +103,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
         preemption_mode: PreemptionMode = "recompute",
+        max_preemptions: int = 3,
         trace: TraceSink = no_trace,
     ) -> None:
         limits = {
@@ -93,6 +112,8 @@ class Scheduler:
             "max_model_len": max_model_len,
         }
         problems = [f"{name} must be at least 1, got {value}" for name, value in limits.items() if value < 1]
+        if max_preemptions < 0:
+            problems.append(f"max_preemptions must not be negative, got {max_preemptions}")
         if policy not in ("fcfs", "priority"):
             problems.append(f"policy must be fcfs or priority, got {policy!r}")
         if preemption_mode not in ("recompute", "swap", "auto"):
@@ -105,11 +126,13 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
         self.policy = policy
-        self.preemption_mode = preemption_mode
+        self.preemption_mode: PreemptionMode = preemption_mode
+        self.max_preemptions = max_preemptions
         self._trace = trace
         self._requests: dict[str, Request] = {}
+        self._groups = SequenceGroups()
         self._tickets: dict[str, Ticket] = {}
-        self._running: list[Request] = []  # in order of service; victims are taken from the end
+        self._running: list[Request] = []  # in order of tickets; victims are taken from the end
         self._waiting = WaitingQueue()
         self._num_added = 0
         self._num_steps = 0
@@ -117,7 +140,7 @@ class Scheduler:
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """Live requests by id, in order of arrival."""
+        """Live requests by id; sequences other than the first are requests of their own."""
         return MappingProxyType(self._requests)
 
     @property
@@ -132,63 +155,72 @@ class Scheduler:
         """Whether any request is live."""
         return bool(self._requests)
 
+    def kv_snapshot(self) -> KVSnapshot:
+        """Every KV block with its holders and content. Slow: takes time in proportion to the pool."""
+        return self.block_manager.snapshot(self._requests)
+
     # --- requests come and go ---------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a new request, or refuse it for good with the numbers in the message.
 
         Raises:
-            DuplicateRequest: a live request has this id.
+            DuplicateRequest: a live request has this id, or one of those its sequences would have.
             PromptTooLong: no room for one generated token, or (chunked prefill off) the prompt
                 exceeds max_num_batched_tokens.
             CapacityError: it could outgrow the whole pool, so it might never finish.
             RequestError: the prompt is empty, or the object has been served already.
         """
-        if request.request_id in self._requests:
-            raise DuplicateRequest(
-                f"request id {request.request_id!r} is in use by a live request; choose another"
-            )
+        self._groups.refuse_taken(request, self._requests)
         max_chunk = None if self.enable_chunked_prefill else self.max_num_batched_tokens
         check_prompt(request, self.max_model_len, max_chunk)
         check_capacity(request, self.max_model_len, self.block_manager)
-        self._requests[request.request_id] = request
-        if self.policy == "priority":
-            ticket: Ticket = (request.priority, request.arrival, self._num_added)
-        else:
-            ticket = (self._num_added,)
+        order = (request.priority, request.arrival) if self.policy == "priority" else ()
+        self._groups.open(request)
+        self._enter(request, (*order, self._num_added))
         self._num_added += 1
-        self._tickets[request.request_id] = ticket
-        self._waiting.push(ticket, request.request_id)
+        self._waiting.push(self._tickets[request.request_id], request.request_id)
         self._trace(Submitted(request.request_id, request.num_prompt_tokens))
 
     def abort(self, request_id: str) -> Request:
-        """Cancel a live request in any state, and return it.
+        """Cancel a live request in any state with all of its sequences, and return it.
 
-        A step it is part of may still be committed; its result is then ignored.
+        The id of a sequence other than the first cancels that one alone. A step that a request is
+        part of may still be committed; its result is then ignored.
 
         Raises:
-            UnknownRequest: no live request has this id.
+            UnknownRequest: no live request has this id, nor has a sequence of it.
         """
-        request = self._live(request_id)
-        self._end(request, RequestStatus.FINISHED, FinishReason.ABORT)
-        self._trace(Aborted(request_id))
-        return request
+        group = self._groups.all_of(request_id)
+        if group is None:
+            request = self._live(request_id)
+            group = request, [request]
+        for member in group[1]:
+            self._end(member, RequestStatus.FINISHED, FinishReason.ABORT)
+            self._trace(Aborted(member.request_id))
+        return group[0]
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
         """End a live request for a reason found outside, such as a stop string in its text.
+
+        Its other sequences go on.
 
         Raises:
             UnknownRequest: no live request has this id (it may have ended in `commit`).
         """
         self._finish(self._live(request_id), reason, stop_reason)
 
-    def preempt(self, request_id: str) -> bool:
-        """Take a request's blocks away before the next plan (for tests). False if it has none."""
+    def preempt(self, request_id: str, mode: PreemptionMode | None = None) -> bool:
+        """Take a request's blocks away before the next plan (for tests). False if it has none.
+
+        Args:
+            mode: instead of the scheduler's preemption_mode.
+        """
         request = self._requests.get(request_id)
         if request is None or request.status is not RequestStatus.RUNNING:
             return False
         self._running.remove(request)
-        self._put_back(request)
+        self._put_back(request, mode or self.preemption_mode)
         return True
 
     def reset_prefix_cache(self) -> bool:
@@ -200,7 +232,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Decide the next step; None when no request is live.
 
-        Planning again without a commit gives up the earlier plan: nothing of it was counted.
+        Planning again without a commit gives up the earlier plan, which must not have been run:
+        nothing of it was counted, and its copies are planned again.
 
         Raises:
             InvariantError: requests are live but none can be computed.
@@ -217,7 +250,10 @@ class Scheduler:
                 f"law 'every step makes progress' is broken: {len(self._running)} running and"
                 f" {len(self._waiting)} waiting requests, pool {self.block_manager.counts()}"
             )
-        self._plan = StepPlan(self._num_steps, tuple(scheduled))
+        pending = self.block_manager.pending_copies()
+        self._plan = StepPlan(
+            self._num_steps, tuple(scheduled), pending.copies, pending.swap_out, pending.swap_in
+        )
         self._num_steps += 1
         self._trace(Planned(self._plan.step, tuple((s.request_id, s.start, s.num_tokens) for s in scheduled)))
         return self._plan
@@ -225,13 +261,15 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Take in the result of the latest plan.
 
-        Per scheduled request that is still running: its KV counts as computed, full blocks are
-        published, its token is appended, and it ends if it must. A failed one ends with the
-        message, and its blocks are never hit again. Requests aborted or preempted since the plan
-        are skipped.
+        Its copies count as done. Per scheduled request that is still running: its KV counts as
+        computed, full blocks are published, its token is appended, and it ends if it must. With
+        its first token a request for n sequences is forked. A failed one ends with the message,
+        and its blocks are never hit again. Requests aborted or preempted since the plan are
+        skipped.
 
         Returns:
-            The requests that got a token, finished or failed, in the order of the plan.
+            The requests that got a token, finished or failed, in the order of the plan, each
+            followed by the sequences forked from it.
 
         Raises:
             InvariantError: not the latest plan, or a result that does not fit it. Nothing has
@@ -240,9 +278,10 @@ class Scheduler:
         if plan is not self._plan:
             raise InvariantError(f"step {plan.step} is committed, but it is not the latest plan")
         current = [s for s in plan.requests if self._is_current(s)]
-        self._check_result(plan, current, result)
+        check_result(plan, current, result)
         self._plan = None
-        changed = []
+        self.block_manager.copies_done(PendingCopies(plan.swap_out, plan.swap_in, plan.copies))
+        changed: list[Request] = []
         for scheduled in current:
             request = scheduled.request
             if scheduled.request_id in result.failures:
@@ -252,8 +291,14 @@ class Scheduler:
             request.num_computed_tokens = scheduled.end
             self.block_manager.publish(request)
             if scheduled.sample:
-                self._append(request, result.samples[scheduled.request_id])
-                changed.append(request)
+                # Forked first: the parent's own token may end it, and its blocks would be gone.
+                sequences = [request, *self._fork(request, scheduled.fork_ids)]
+                for sequence in sequences:
+                    if sequence.request_id in result.failures:
+                        self._fail(sequence, result.failures[sequence.request_id])
+                    else:
+                        self._append(sequence, result.samples[sequence.request_id])
+                changed += sequences
         return changed
 
     def check_integrity(self) -> None:
@@ -263,18 +308,9 @@ class Scheduler:
             InvariantError: naming the broken law.
         """
         self.block_manager.check_integrity()
-        running = [request.request_id for request in self._running]
-        waiting = [request_id for request_id in self._requests if request_id in self._waiting]
-        if sorted(running + waiting) != sorted(self._requests) or len(waiting) != len(self._waiting):
-            raise InvariantError("law 'a live request either runs or waits' is broken")
-        if self._tickets.keys() != self._requests.keys():
-            raise InvariantError("law 'each live request has one ticket' is broken")
-        if len(running) > self.max_num_seqs:
-            raise InvariantError(f"law 'at most {self.max_num_seqs} run' is broken: {len(running)} run")
-        if self.policy == "priority" and running != sorted(running, key=self._tickets.__getitem__):
-            raise InvariantError(f"law 'running requests are in order' is broken: {running}")
-        for request in self._requests.values():
-            self._check_request(request)
+        check_schedule(
+            self._requests, self._tickets, self._running, self._waiting, self.max_num_seqs, self.block_manager
+        )
 
     # --- planning ---------------------------------------------------------------------------
 
@@ -292,37 +328,55 @@ class Scheduler:
                 position += 1
             else:
                 # Those before `position` are scheduled; the last one never is.
-                self._put_back(self._running.pop())
+                self._put_back(self._running.pop(), self.preemption_mode)
                 preempted = True
         return budget, preempted
 
     def _plan_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> None:
         """Admit waiting requests in order, up to the first that does not fit."""
-        manager = self.block_manager
-        while budget > 0 and len(self._running) < self.max_num_seqs:
-            first = self._waiting.first()
-            if first is None:
-                return
+        if budget <= 0 or not self._waiting:
+            return
+        room = Room(self._running, self.max_model_len, self.block_manager, self.max_preemptions)
+        taken = sum(seats(request, self.max_num_seqs) for request in self._running)
+        while budget > 0 and (first := self._waiting.first()) is not None:
             request = self._requests[first]
-            prefix = manager.find_prefix(request)
-            remaining = request.num_tokens - prefix.num_tokens
+            taken += seats(request, self.max_num_seqs)
+            if taken > self.max_num_seqs:
+                return
+            prefix = self.block_manager.find_prefix(request)
+            start = request.num_computed_tokens or prefix.num_tokens
+            remaining = request.num_tokens - start
             num_tokens = min(remaining, budget)
             in_one_step = not self.enable_chunked_prefill and remaining <= self.max_num_batched_tokens
             if in_one_step and num_tokens < remaining:
                 return
-            # All known tokens must fit, not only this chunk: a prompt let in without room for its
-            # end would be thrown out again half computed.
-            if not manager.can_fit(request, request.num_tokens, prefix):
+            # All its known tokens must fit, not only this chunk: a prompt let in without room for
+            # its end would be thrown out again half computed.
+            if not room.has(request, prefix):
                 return
-            if not manager.allocate(request, prefix.num_tokens + num_tokens, prefix):
-                raise InvariantError(f"request {first!r} fits the pool but was not allocated")
-            self._waiting.pop()
-            self._start(request, prefix.num_tokens)
+            self._admit(request, start, num_tokens, prefix)
+            room.admitted(request)
             scheduled.append(self._schedule(request, num_tokens))
             budget -= num_tokens
 
+    def _admit(self, request: Request, start: int, num_tokens: int, prefix: PrefixMatch) -> None:
+        """Take the first waiting request in, to compute `num_tokens` tokens from `start` on."""
+        self._waiting.pop()
+        if self.block_manager.host_table(request.request_id):
+            done = self.block_manager.swap_in(request, start + num_tokens)
+        else:
+            done = self.block_manager.allocate(request, start + num_tokens, prefix)
+        if not done:
+            raise InvariantError(f"request {request.request_id!r} fits the pool but was not allocated")
+        request.num_computed_tokens = start
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = start
+        self._run(request)
+
     def _schedule(self, request: Request, num_tokens: int) -> ScheduledRequest:
         start = request.num_computed_tokens
+        sample = start + num_tokens == request.num_tokens
+        forks = sample and forks_when_it_samples(request)
         return ScheduledRequest(
             request_id=request.request_id,
             start=start,
@@ -330,30 +384,55 @@ class Scheduler:
             tokens=TokenView(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
             block_table=self.block_manager.block_table(request.request_id),
-            sample=start + num_tokens == request.num_tokens,
+            sample=sample,
             request=request,
+            fork_ids=sequence_ids(request.request_id, request.sampling.n)[1:] if forks else (),
         )
 
     # --- changes of state -------------------------------------------------------------------
 
-    def _start(self, request: Request, num_cached_tokens: int) -> None:
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_cached_tokens
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = num_cached_tokens
-        if self.policy == "priority":
-            bisect.insort(self._running, request, key=lambda r: self._tickets[r.request_id])
-        else:
-            self._running.append(request)
+    def _enter(self, request: Request, ticket: Ticket) -> None:
+        self._requests[request.request_id] = request
+        self._tickets[request.request_id] = ticket
 
-    def _put_back(self, request: Request) -> None:
+    def _run(self, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        bisect.insort(self._running, request, key=lambda r: self._tickets[r.request_id])
+
+    def _put_back(self, request: Request, mode: PreemptionMode) -> None:
         """Turn a request just taken out of the running ones into a waiting one without blocks."""
-        self._trace(Preempted(request.request_id, "recompute", request.num_computed_tokens))
-        self.block_manager.free(request.request_id)
+        computed = request.num_computed_tokens
+        least = self.block_manager.block_size if mode == "auto" else 0
+        to_swap = mode != "recompute" and computed > least
+        swapped = to_swap and self.block_manager.swap_out(request.request_id)
+        if not swapped:
+            self.block_manager.free(request.request_id)
+            request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._waiting.push(self._tickets[request.request_id], request.request_id)
+        done: Literal["recompute", "swap"] = "swap" if swapped else "recompute"
+        self._trace(Preempted(request.request_id, done, computed, fallback=to_swap and not swapped))
+
+    def _fork(self, parent: Request, child_ids: tuple[str, ...]) -> list[Request]:
+        """Make the other sequences of a request that is about to get its first token.
+
+        They are served right after the parent. Those for whom there is no seat wait, to be
+        computed from the prefix cache; this happens only if n exceeds max_num_seqs.
+        """
+        children = [make_child(parent, index) for index in range(1, len(child_ids) + 1)]
+        for child in children:
+            ticket = (*self._tickets[parent.request_id], child.sequence_index)
+            self._enter(child, ticket)
+            self._groups.join(child)
+            if child.sequence_index < self.max_num_seqs:
+                self.block_manager.fork(parent.request_id, child)
+                self._run(child)
+            else:
+                child.status = RequestStatus.WAITING
+                child.num_computed_tokens = 0
+                self._waiting.push(ticket, child.request_id)
+        return children
 
     def _append(self, request: Request, sampled: SampledToken) -> None:
         token_id = sampled.token_id
@@ -389,11 +468,12 @@ class Scheduler:
             self._waiting.remove(request.request_id)
         del self._requests[request.request_id]
         del self._tickets[request.request_id]
+        self._groups.leave(request.request_id)
         self.block_manager.free(request.request_id)
         request.status = status
         request.finish_reason = reason
 
-    # --- checks -----------------------------------------------------------------------------
+    # --- questions --------------------------------------------------------------------------
 
     def _live(self, request_id: str) -> Request:
         request = self._requests.get(request_id)
@@ -409,31 +489,3 @@ class Scheduler:
             and request.num_computed_tokens == scheduled.start
             and self.block_manager.block_table(scheduled.request_id) == scheduled.block_table
         )
-
-    def _check_result(self, plan: StepPlan, current: list[ScheduledRequest], result: StepResult) -> None:
-        problems = []
-        expected = {s.request_id for s in plan.requests if s.sample}
-        if extra := sorted(result.samples.keys() - expected):
-            problems.append(f"tokens for requests that were not to sample: {extra}")
-        if extra := sorted(result.failures.keys() - {s.request_id for s in plan.requests}):
-            problems.append(f"failures of requests that were not scheduled: {extra}")
-        answered = result.samples.keys() | result.failures.keys()
-        if missing := sorted(s.request_id for s in current if s.sample and s.request_id not in answered):
-            problems.append(f"no token for {missing}")
-        if problems:
-            raise InvariantError(
-                f"the result of step {plan.step} does not fit its plan: {'; '.join(problems)}"
-            )
-
-    def _check_request(self, request: Request) -> None:
-        name = request.request_id
-        holds = self.block_manager.has_table(name)
-        if (request.status is RequestStatus.RUNNING) != holds or (name in self._waiting) == holds:
-            raise InvariantError(f"law 'exactly running requests hold blocks' is broken: {name!r}")
-        if not 0 <= request.num_computed_tokens < request.num_tokens:
-            raise InvariantError(
-                f"law 'a live request has a token to compute' is broken: {name!r} computed"
-                f" {request.num_computed_tokens} of {request.num_tokens}"
-            )
-        if not holds and request.num_computed_tokens:
-            raise InvariantError(f"law 'computed tokens have blocks' is broken: {name!r}")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
 from minivllm.cache import BlockManager, PrefixChain, PrefixIndex, PrefixMatch
+from minivllm.config import PreemptionMode
 from minivllm.errors import CapacityError, MiniVLLMError, PromptTooLong
 from minivllm.request import (
     FinishReason,
@@ -489,12 +490,12 @@ def keeps_evicted_blocks_in_the_index(patch: pytest.MonkeyPatch) -> None:
 
 def counts_hit_blocks_as_free(patch: pytest.MonkeyPatch) -> None:
     def optimistic(
-        self: BlockManager, request: Request, num_tokens: int, prefix: PrefixMatch | None = None
-    ) -> bool:
+        self: BlockManager, request: Request, num_blocks: int, prefix: PrefixMatch | None = None
+    ) -> int:
         held = len(self.block_table(request.request_id)) or len((prefix or PrefixMatch()).block_ids)
-        return self.num_blocks_for(num_tokens) - held <= self.pool.num_available
+        return max(0, num_blocks - held)
 
-    patch.setattr(BlockManager, "can_fit", optimistic)
+    patch.setattr(BlockManager, "num_missing", optimistic)
 
 
 def hits_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
@@ -508,8 +509,8 @@ def hits_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
 def forgets_outputs_on_preemption(patch: pytest.MonkeyPatch) -> None:
     put_back = Scheduler._put_back
 
-    def forgetful(self: Scheduler, request: Request) -> None:
-        put_back(self, request)
+    def forgetful(self: Scheduler, request: Request, mode: PreemptionMode) -> None:
+        put_back(self, request, mode)
         del request.token_ids[request.num_prompt_tokens :]
 
     patch.setattr(Scheduler, "_put_back", forgetful)

@@ -425,13 +425,14 @@ def test_a_lower_number_is_served_first_and_arrival_breaks_ties() -> None:
 
 
 def test_the_worst_priority_is_preempted_even_if_it_was_admitted_first() -> None:
-    bench = Bench(usable=4, block_size=2, policy="priority", caching=False)
+    bench = Bench(usable=5, block_size=2, policy="priority", caching=False)
     bench.add(request("low", 3, priority=5))
     bench.step()
     bench.add(request("high", 3, priority=1))
-    bench.step()
-    assert bench.step() == {"high": (3, 1)}
-    assert bench.of(Preempted) == [Preempted("low", "recompute", 4)]
+    assert list(bench.step()) == ["low", "high"]
+    assert list(bench.step()) == ["high", "low"]
+    assert bench.step() == {"high": (4, 1)}
+    assert bench.of(Preempted) == [Preempted("low", "recompute", 5)]
 
 
 def test_among_equal_priorities_the_last_arrival_is_preempted() -> None:
@@ -802,7 +803,7 @@ def _compute_without_blocks(scheduler: Scheduler) -> None:
         (_lose_a_ticket, "has one ticket"),
         (_run_too_many, "at most 1 run"),
         (_run_out_of_order, "running requests are in order"),
-        (_claim_to_wait, "exactly running requests hold blocks"),
+        (_claim_to_wait, "exactly running requests hold device blocks"),
         (_compute_everything, "has a token to compute"),
         (_compute_without_blocks, "computed tokens have blocks"),
     ],
