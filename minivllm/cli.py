@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="answer prompts, streaming the first")
+    generate = commands.add_parser("generate", help="answer prompts, streaming the first answer")
     generate.add_argument("prompts", nargs="+", metavar="PROMPT")
     generate.add_argument(
         "--raw", action="store_true", help="complete the text as it is, without the chat template"
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--top-k", type=int, default=0)
     generate.add_argument("--max-tokens", type=int, default=256)
+    generate.add_argument("--n", type=int, default=1, help="answers per prompt; needs a temperature")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT")
     generate.add_argument("--sampling-seed", type=int, help="seed of the requests")
     generate.add_argument("--json", action="store_true", help="print one JSON object per output instead")
@@ -95,6 +96,7 @@ def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _generate(arguments: argparse.Namespace) -> int:
     params = SamplingParams(
+        n=arguments.n,
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
@@ -129,8 +131,10 @@ def _generate(arguments: argparse.Namespace) -> int:
     else:
         print()
         for output in ordered:
-            if output.request_id != first:
-                print(f"\n[{output.request_id}] {output.outputs[0].text}")
+            for completion in output.outputs:
+                if output.request_id != first or completion.index:
+                    sequence = f".{completion.index}" if len(output.outputs) > 1 else ""
+                    print(f"\n[{output.request_id}{sequence}] {completion.text}")
     failed = [o for o in ordered if o.error]
     for output in failed:
         print(f"request {output.request_id} failed: {output.error}", file=sys.stderr)
