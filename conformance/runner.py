@@ -24,19 +24,18 @@ from conformance.adapters.base import (
     PoolState,
     Stages,
 )
-from conformance.arms import ArmNotFired, Outcome, PassPlan, expand_arms, plan_arm, why_not_offered
+from conformance.arms import PassPlan, expand_arms, plan_arm, why_not_offered
 from conformance.canonical import request_key
-from conformance.checks.arguments import AXES
 from conformance.damage import damaged_copy
 from conformance.drive import Drive, step_features
 from conformance.environment import describe_environment
 from conformance.history import History, Operation, Pass, RequestRun
 from conformance.observe import kv_digests, reduce_logits
 from conformance.records import GoldenRecord
-from conformance.scenario import CheckSpec, RequestSpec, Scenario
+from conformance.scenario import RequestSpec, Scenario
 from conformance.store import RecordError, RecordStore
 
-__all__ = ["EngineFactory", "Skipped", "checks_for", "run_scenario", "skip_reason"]
+__all__ = ["EngineFactory", "Skipped", "run_scenario", "skip_reason"]
 
 #: Makes an adapter, not yet entered, for a model and options (dtype and device among them).
 EngineFactory = Callable[[ModelSource, Mapping[str, Any]], EngineAdapter]
@@ -84,38 +83,6 @@ def skip_reason(scenario: Scenario, point: Mapping[str, Any], capabilities: Capa
         if option not in capabilities.options and point[option] != values[0]:
             return f"{capabilities.engine} does not honour the option {option}"
     return None
-
-
-def checks_for(scenario: Scenario, history: History) -> list[CheckSpec]:
-    """The scenario's checks with same_under naming the arms that this history has.
-
-    `every` becomes the steps that were preempted, and arms the engine does not offer are left
-    out; a check of which nothing is left is dropped, and the history tells the reason of each.
-    """
-    ran = {one.name for one in history.passes}
-    skipped = {f"{a['axis']}={a['value']}" for a, _ in _arms_not_offered(history)}
-    checks = []
-    for check in scenario.checks:
-        if check.name != "same_under":
-            checks.append(check)
-            continue
-        args: dict[str, Any] = {}
-        for axis, values in check.args.items():
-            if axis in AXES:
-                steps = [int(name.partition("=")[2]) for name in sorted(ran) if name.startswith("preempt=")]
-                kept = [v for v in values if v != "every" and f"{axis}={v}" not in skipped]
-                values = kept + (sorted(set(steps) - set(kept)) if "every" in values else [])
-            if values:
-                args[axis] = values
-        if any(axis in AXES for axis in args):
-            checks.append(replace(check, args=args))
-    return checks
-
-
-def _arms_not_offered(history: History) -> list[tuple[Any, str]]:
-    free = history.find("free")
-    operations = free.operations if free is not None else ()
-    return [(o.argument, o.outcome) for o in operations if o.kind == "arm_not_offered"]
 
 
 def run_scenario(
@@ -258,8 +225,6 @@ class _ScenarioRun:
                 for name in self.requests if plan.judged is None else plan.judged:
                     runs[name] = self._run(name, requests[name], outputs.get(name), drive)
                 after = self._pool(adapter)
-                if plan.arm is not None and error is None:
-                    self._must_have_fired(plan, Outcome(drive, outputs))
         except Exception as failure:  # the same while loading, or while telling what it did
             error = error or EngineError(type(failure).__name__, str(failure))
         one = Pass(
@@ -274,14 +239,6 @@ class _ScenarioRun:
             error=error,
         )
         return one, drive
-
-    def _must_have_fired(self, plan: PassPlan, outcome: Outcome) -> None:
-        assert plan.arm is not None
-        count = plan.fired(outcome)
-        argument = {"axis": plan.arm.axis, "value": plan.arm.value}
-        outcome.drive.operations.append(Operation("arm", argument, {"fired": count}))
-        if count == 0:
-            raise ArmNotFired(f"{plan.arm.name} never took effect, so agreement would prove nothing")
 
     def _pool(self, adapter: EngineAdapter) -> PoolState | None:
         return cast("Controlled", adapter).pool() if "pool" in self.capabilities.features else None
