@@ -34,7 +34,7 @@ def make_model(recipe: MechanicsRecipe, seed: int | None = None) -> Any:
         **recipe.config,
         bos_token_id=special.ids[special.bos] if special.bos else None,
         eos_token_id=special.ids[recipe.end_tokens[0]],
-        pad_token_id=special.ids[special.eos],
+        pad_token_id=special.ids[special.pad],
         attention_dropout=0.0,
     )
     config._attn_implementation = "eager"
@@ -58,7 +58,7 @@ def make_tokenizer(recipe: MechanicsRecipe) -> Any:
         max_length=MAX_POSITIONS,
         bos_token=special.bos,
         eos_token=recipe.end_tokens[0],
-        pad_token=special.eos,
+        pad_token=special.pad,
     )
 
 

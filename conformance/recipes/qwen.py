@@ -18,8 +18,8 @@ _SPECIAL = SpecialTokens(
         "<|video_pad|>",
         "<|fim_pad|>",
     ),
-    eos="<|im_end|>",
-    nfc=True,
+    pad="<|endoftext|>",
+    qwen=True,
 )
 
 _TURNS = """\
@@ -57,7 +57,7 @@ QWEN_RECIPES: tuple[MechanicsRecipe, ...] = (
         special=_SPECIAL,
         end_tokens=_ENDS,
         chat_template=_QWEN2_TEMPLATE,
-        seed=15,
+        seed=12,
     ),
     MechanicsRecipe(
         name="tiny-qwen3",
@@ -71,6 +71,6 @@ QWEN_RECIPES: tuple[MechanicsRecipe, ...] = (
         special=_SPECIAL,
         end_tokens=_ENDS,
         chat_template=_TURNS,
-        seed=6,
+        seed=1,
     ),
 )
