@@ -90,14 +90,14 @@ def run_scenario(
     point: Mapping[str, Any],
     factory: EngineFactory,
     source: ModelSource,
-    store: RecordStore | None,
+    store: RecordStore,
 ) -> History:
     """Run every pass of one scenario at one point.
 
     Args:
         point: one of `scenario.points()`, perhaps with another device.
         source: the model named in the point.
-        store: golden records; None when there are none.
+        store: the golden records.
 
     Raises:
         Skipped: the engine lacks something the scenario needs.
@@ -134,7 +134,7 @@ _ALWAYS = ("dtype", "device")
 
 
 def _goldens(
-    scenario: Scenario, point: Mapping[str, Any], source: ModelSource, store: RecordStore | None
+    scenario: Scenario, point: Mapping[str, Any], source: ModelSource, store: RecordStore
 ) -> dict[str, _Golden]:
     goldens = {}
     for name, request in scenario.requests.items():
@@ -143,10 +143,7 @@ def _goldens(
             continue
         try:
             key = request_key(request.canonical(point["model"], point["dtype"]))
-            if store is None:
-                goldens[name] = _Golden(None, "no golden records are loaded")
-            else:
-                goldens[name] = _Golden(store.get(key, source.sha256), None)
+            goldens[name] = _Golden(store.get(key, source.sha256), None)
         except RecordError as error:
             goldens[name] = _Golden(None, str(error))
     return goldens
