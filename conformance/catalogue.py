@@ -43,8 +43,9 @@ def tokens_of(scenario: Scenario) -> int:
 def print_list(console: Console, cases: Sequence[Case], *, cost: bool = False) -> None:
     """One line per scenario, with its cost if asked."""
     table = Table(box=None, pad_edge=False)
-    for column in ("scenario", "profile", "level", "models"):
-        table.add_column(column, overflow="fold")
+    table.add_column("scenario", no_wrap=True)
+    for column in ("profile", "level", "models"):
+        table.add_column(column)
     columns = ("points", "passes", "tokens") if cost else ("points",)
     for column in columns:
         table.add_column(column, justify="right")

@@ -42,11 +42,11 @@ def run_fails(
 
 def print_case(console: Console, outcome: Outcome) -> None:
     """One line, and for anything but an agreement the reasons below it."""
-    console.print(
-        f"{_word(outcome.verdict)} {escape(outcome.case.label)}  [dim]{outcome.seconds:.1f} s[/dim]"
-    )
+    head = f"{_word(outcome.verdict)} {escape(outcome.case.label)}  [dim]{outcome.seconds:.1f} s[/dim]"
+    console.print(head, highlight=False, soft_wrap=True)
     if outcome.waiver is not None:
-        console.print(f"       waived: {escape(outcome.waiver.reason)} ({escape(outcome.waiver.issue)})")
+        waiver = outcome.waiver
+        console.print(f"       waived: {escape(waiver.reason)} ({escape(waiver.issue)})", soft_wrap=True)
     for finding in telling(outcome.judgement):
         console.print(f"       {escape(_sentence(finding))}", highlight=False, soft_wrap=True)
         for line in _triage_lines(finding):
@@ -81,13 +81,12 @@ def print_summary(
     console.print()
     console.print(table)
     for waiver, why in stale:
-        console.print(
-            f"{_word(Verdict.STALE)} waiver on line {waiver.line} ({escape(waiver.scenario)}): {why}"
-        )
+        text = f"waiver on line {waiver.line} ({escape(waiver.scenario)}): {escape(why)}"
+        console.print(f"{_word(Verdict.STALE)} {text}", soft_wrap=True)
     console.print(power_line(outcomes), highlight=False, soft_wrap=True)
     name = f"{engine.engine} {engine.version}" if engine is not None else "saved histories"
-    verdict = "FAILED" if run_fails(outcomes, stale, strict_should=strict_should) else "passed"
-    console.print(f"{escape(name)}, suite {EDITION}: {verdict}", highlight=False)
+    word = "FAILED" if run_fails(outcomes, stale, strict_should=strict_should) else "passed"
+    console.print(f"{escape(name)}, suite {EDITION}: {word}", highlight=False)
 
 
 def power_line(outcomes: Sequence[Outcome]) -> str:
