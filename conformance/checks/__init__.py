@@ -134,8 +134,7 @@ def _sanity(case: Case) -> list[Finding]:
         raise CheckInputError('the history has no pass "free"')
     expected = case.error_expected()
     for one in history.passes:
-        # An arm that did not fire is no fault of the engine; same_under reports it.
-        if one.error is not None and one.error.type != "ArmNotFired" and "engine" not in expected:
+        if one.error is not None and "engine" not in expected:
             findings.append(
                 case.fail(
                     "history",
