@@ -223,9 +223,10 @@ class Case:
     def reproduce(self) -> str:
         """One command that runs this scenario at this point again."""
         h = self.history
-        point = "".join(f" --point {k}={v}" for k, v in sorted(h.point.items()))
+        axes = {k: v for k, v in h.point.items() if k not in ("model", "dtype", "device")}
+        point = "".join(f" --point {k}={v}" for k, v in sorted(axes.items()))
         return (
-            f"conformance run {h.scenario} --engine {h.capabilities.engine} "
+            f"conformance run {h.scenario} --engine {h.capabilities.engine} --model {h.model} "
             f"--device {h.device} --dtype {h.dtype}{point}"
         )
 
