@@ -208,8 +208,8 @@ class Drive:
         return {"swapped": names}
 
     def fragment(self, _: None) -> dict[str, Any]:
-        """Make the order of free blocks irregular: run neighbours, then drop them out of order."""
-        blocks = max(1, min(3, (self._pool_blocks() - 1) // _FRAGMENTS))
+        """Make the order of free blocks irregular: fill the pool with neighbours, drop them out of order."""
+        blocks = max(1, (self._pool_blocks() - 1) // _FRAGMENTS)
         length = blocks * self._block_size()
         fillers = [self.add_filler(max(1, length - 1), 64) for _ in range(_FRAGMENTS)]
         self.submit(fillers)
