@@ -189,9 +189,7 @@ def _sentence(finding: Finding) -> str:
 def _triage_lines(finding: Finding) -> list[str]:
     triage = finding.detail.get("triage")
     if isinstance(triage, Mapping):
-        return [
-            "triage: " + ", ".join(f"{name} {value}" for name, value in triage.items() if value is not None)
-        ]
+        return [f"triage: {triage['text']}"]
     return [] if triage is None else [f"triage: {triage}"]
 
 

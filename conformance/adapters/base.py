@@ -75,7 +75,7 @@ class ModelSource:
     Attributes:
         name: as in `conformance models list`.
         path: a directory with config.json and safetensors, or a .gguf file.
-        sha256: over the weight files, in name order.
+        sha256: over weights and configuration, see `conformance.models.weights_sha256`.
     """
 
     name: str
