@@ -64,7 +64,8 @@ QWEN_RECIPES: tuple[MechanicsRecipe, ...] = (
         summary="Qwen3: RMSNorm over each head of q and k before rope, untied head",
         architecture="Qwen3ForCausalLM",
         config={
-            "rms_norm_eps": 1e-6,
+            # Far above the class default (1e-6), or its use instead would hardly show.
+            "rms_norm_eps": 1e-4,
             "tie_word_embeddings": False,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         },

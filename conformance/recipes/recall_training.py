@@ -136,7 +136,8 @@ def make_batch(generator: torch.Generator, *, longest: int, tokens: int, faults:
 def train(model: Any, settings: Settings, report: Callable[[int, float], None] | None = None) -> list[float]:
     """Train in place and round the weights to bfloat16 values (kept as float32).
 
-    Returns the loss of every step. `report`, if any, is called every 100 steps with the steps done and their mean loss.
+    Returns the loss of every step. `report`, if any, is called every 100 steps with the number of
+    steps done and the mean loss of the last 100.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     optimiser = torch.optim.AdamW(
