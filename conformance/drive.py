@@ -37,7 +37,9 @@ _FEATURES = {
     "swap_weights": "update_weights",
 }
 
+#: Neighbours that a fragment step shares the pool among, and the most tokens it may hold.
 _FRAGMENTS = 4
+_LARGEST_FRAGMENTED_POOL = 4096
 
 
 class NoProgress(RuntimeError):
@@ -211,6 +213,11 @@ class Drive:
         """Make the order of free blocks irregular: fill the pool with neighbours, drop them out of order."""
         blocks = max(1, (self._pool_blocks() - 1) // _FRAGMENTS)
         length = blocks * self._block_size()
+        if length * _FRAGMENTS > _LARGEST_FRAGMENTED_POOL:
+            raise StepFailed(
+                f"fragment fills the whole pool, and {length * _FRAGMENTS} tokens are too many to be quick: "
+                f"give num_kv_blocks, for at most {_LARGEST_FRAGMENTED_POOL} tokens"
+            )
         fillers = [self.add_filler(max(1, length - 1), 64) for _ in range(_FRAGMENTS)]
         self.submit(fillers)
         refused = [name for name in fillers if name in self.refused]

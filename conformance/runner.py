@@ -30,7 +30,7 @@ from conformance.damage import damaged_copy
 from conformance.drive import Drive, step_features
 from conformance.environment import describe_environment
 from conformance.history import History, Operation, Pass, RequestRun
-from conformance.observe import kv_digests, reduce_logits
+from conformance.observe import OWN_TOP, kv_digests, reduce_logits
 from conformance.records import GoldenRecord
 from conformance.scenario import RequestSpec, Scenario
 from conformance.store import RecordError, RecordStore
@@ -48,6 +48,9 @@ _REQUEST_FEATURES = {
     "presence_penalty": "penalties",
     "frequency_penalty": "penalties",
     "repetition_penalty": "penalties",
+    "logit_bias": "logit_control",
+    "bad_words": "logit_control",
+    "min_tokens": "logit_control",
     "forced_token_ids": "forced_decode",
 }
 
@@ -255,7 +258,7 @@ class _ScenarioRun:
             ids = record.prompt_token_ids
         return EngineRequest(
             request_id=spec.name,
-            sampling=dict(spec.sampling),
+            sampling=self._sampling(spec),
             prompt_token_ids=None if ids is None else tuple(ids),
             text=text,
             chat=chat,
@@ -263,6 +266,14 @@ class _ScenarioRun:
             priority=spec.priority,
             capture=self._capture(spec),
         )
+
+    def _sampling(self, spec: RequestSpec) -> dict[str, Any]:
+        """What the scenario asks; and logprobs, where they are the only numbers the engine shows."""
+        sampling = dict(spec.sampling)
+        features = self.capabilities.features
+        if "stages" not in features and "logprobs" in features and spec in self.scenario.judged_by_golden():
+            sampling.setdefault("logprobs", OWN_TOP)
+        return sampling
 
     def _capture(self, spec: RequestSpec) -> frozenset[str]:
         if "stages" not in self.capabilities.features or spec.name in self.scenario.must_fail:

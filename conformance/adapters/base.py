@@ -50,6 +50,7 @@ FEATURES: Mapping[str, str] = {
     "forced_decode": "decodes along given token ids (teacher forcing)",
     "sampling": "temperature, top-k, top-p, min-p with seeds",
     "penalties": "presence, frequency and repetition penalties",
+    "logit_control": "logit bias, bad words and a minimum number of tokens",
     "stop_strings": "stop strings, with a stop reason",
     "streaming": "tells the text so far after each step",
     "stepped": "runs one step at a time, with submit and abort in between",
