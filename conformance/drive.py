@@ -218,13 +218,15 @@ class Drive:
                 f"fragment fills the whole pool, and {length * _FRAGMENTS} tokens are too many to be quick: "
                 f"give num_kv_blocks, for at most {_LARGEST_FRAGMENTED_POOL} tokens"
             )
-        fillers = [self.add_filler(max(1, length - 1), 64) for _ in range(_FRAGMENTS)]
+        budget = self.options.get("max_num_batched_tokens", 2048)
+        steps = _FRAGMENTS * length // budget + 2
+        # Long enough to be alive when dropped, short enough to fit the pool alone.
+        max_tokens = max(1, min(steps + 1, (_FRAGMENTS - 1) * length))
+        fillers = [self.add_filler(max(1, length - 1), max_tokens) for _ in range(_FRAGMENTS)]
         self.submit(fillers)
         refused = [name for name in fillers if name in self.refused]
         if refused:
             raise StepFailed(f"fragment: {self.refused[refused[0]].message}")
-        budget = self.options.get("max_num_batched_tokens", 2048)
-        steps = _FRAGMENTS * length // budget + 2
         for _step in range(steps):
             self._advance()
         order = [fillers[i] for i in (2, 0, 3, 1)]
