@@ -37,7 +37,7 @@ from conformance.suite import (
 )
 from conformance.waivers import Waiver, WaiverError, load_waivers
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _USAGE_ERRORS = (
     ArchiveError,
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from conformance.golden_cli import main as golden
 
         return golden(arguments[1:])
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     console = Console(highlight=False)
     try:
         return int(args.command(args, console))
@@ -167,10 +167,11 @@ def _models(args: argparse.Namespace, console: Console) -> int:
 # ---- arguments ----------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="conformance", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"conformance suite {EDITION}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """The command line: every command and option."""
+    root = argparse.ArgumentParser(prog="conformance", description=__doc__)
+    root.add_argument("--version", action="version", version=f"conformance suite {EDITION}")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="run scenarios on an engine and judge it")
     run.set_defaults(command=_run)
@@ -212,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--data", type=Path, metavar="DIR", help="directory with golden/ and scenarios/ (the suite's own)"
         )
-    return parser
+    return root
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:

@@ -66,6 +66,9 @@ FEATURES: Mapping[str, str] = {
     "pool": "tells how its block pool stands",
     "bitwise": "promises bitwise equal results under any batch, chunk, hit or preemption",
     "update_weights": "can exchange weights while loaded",
+    "strict_loading": "refuses a checkpoint that is incomplete or does not fit the model",
+    "strict_rope": "refuses rope kinds whose own reference depends on call history, past their length",
+    "strict_windows": "has no sliding windows, and refuses a model that needs them",
 }
 
 
