@@ -9,8 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from conformance.recipes.initialise import initialise
 from conformance.recipes.llama import LLAMA_RECIPES
 from conformance.recipes.qwen import QWEN_RECIPES
@@ -117,9 +115,3 @@ def sha256_of(path: Path) -> str:
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def parameters_equal(one: Any, other: Any) -> bool:
-    """Whether two models hold the same parameters, bit for bit."""
-    a, b = dict(one.named_parameters()), dict(other.named_parameters())
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
