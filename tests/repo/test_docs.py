@@ -92,7 +92,15 @@ def test_the_adapter_of_the_plug_in_page_is_judged_and_passes(
     monkeypatch.syspath_prepend(str(tmp_path))
     arguments = ["run", "--engine", "my_engine:MyEngine", "--profile", "smoke", "--model", "tiny-llama"]
     assert conformance_cli.main(arguments) == 0, capsys.readouterr().out
-    assert "PASS" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "WEAK   parity/tiny-families[model=tiny-llama]" in shown, "it returns no numbers to judge"
+    assert "my-engine 1.0, suite" in shown
+    assert shown.rstrip().endswith("passed")
+
+    broken = source.replace("out[0, len(prompt) :].tolist()", "(out[0, len(prompt) :] ^ 1).tolist()")
+    (tmp_path / "my_broken_engine.py").write_text(broken)
+    arguments[2] = "my_broken_engine:MyEngine"
+    assert conformance_cli.main(arguments) == 1
 
 
 def test_the_scenario_of_the_scenarios_page_is_a_scenario(tmp_path: Path) -> None:
