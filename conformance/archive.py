@@ -32,7 +32,7 @@ def write_history(directory: Path, history: History) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / history_name(history)
     # Python's json keeps NaN and Infinity as such; strict JSON has no word for them.
-    text = json.dumps(_HISTORY.dump_python(history, mode="json"), sort_keys=True)
+    text = json.dumps(_HISTORY.dump_python(history, mode="json"))
     path.write_text(text, encoding="utf-8")
     return path
 

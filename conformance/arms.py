@@ -1,8 +1,7 @@
 """The arms of `same_under`: how one scenario runs again under another configuration.
 
-An arm that the engine cannot be put into is not run; an arm that ran without its condition ever
-coming true (no prompt was split, no cached token was found, nobody was preempted) is an error,
-because agreement would prove nothing.
+An arm that the engine cannot be put into is not run. Whether an arm that ran did what its name says
+(a prompt was split, a request was preempted) is judged from its history, by `conformance.checks.claims`.
 """
 
 from __future__ import annotations
@@ -11,16 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from conformance.adapters.base import Capabilities, EngineOutput, EngineRequest
+from conformance.adapters.base import Capabilities, EngineRequest
 from conformance.checks.arguments import AXES, arm_name
-from conformance.drive import ANCILLARY, Drive, filler, step_features
+from conformance.drive import ANCILLARY, filler, step_features
 from conformance.scenario import Scenario, Step
 
-__all__ = ["Arm", "ArmNotFired", "Outcome", "PassPlan", "expand_arms", "plan_arm", "why_not_offered"]
-
-
-class ArmNotFired(RuntimeError):
-    """An arm ran, but what it should vary never happened."""
+__all__ = ["Arm", "PassPlan", "expand_arms", "plan_arm", "why_not_offered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +30,6 @@ class Arm:
         return arm_name(self.axis, self.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a pass did, as far as an arm needs it to know whether it fired."""
-
-    drive: Drive
-    outputs: Mapping[str, EngineOutput]
-
-
 @dataclass(frozen=True)
 class PassPlan:
     """One pass to execute.
@@ -52,7 +39,6 @@ class PassPlan:
         extra: requests beside the scenario's: neighbours and warm-ups.
         judged: names of the requests to record; None records all of the scenario's.
         preempt_at: preempt everything after this many steps.
-        fired: how often the arm's condition came true; None where the engine does not tell.
     """
 
     name: str
@@ -62,8 +48,6 @@ class PassPlan:
     extra: Mapping[str, EngineRequest] = field(default_factory=dict)
     judged: tuple[str, ...] | None = None
     preempt_at: int | None = None
-    arm: Arm | None = None
-    fired: Callable[[Outcome], int | None] = lambda _outcome: 1
 
 
 def expand_arms(scenario: Scenario, live_after: Sequence[int]) -> list[Arm]:
@@ -73,7 +57,7 @@ def expand_arms(scenario: Scenario, live_after: Sequence[int]) -> list[Arm]:
         for axis, values in check.args.items():
             if axis not in AXES:
                 continue
-            for value in values:
+            for value in values if isinstance(values, list) else [values]:
                 if axis == "preempt" and value == "every":
                     arms += [Arm(axis, k) for k, live in enumerate(live_after, 1) if live]
                 else:
@@ -106,7 +90,7 @@ def plan_arm(
         options: of the free pass.
         requests: the scenario's, with prompt ids where known.
     """
-    plan = PassPlan(arm.name, options, scenario.steps, arm=arm)
+    plan = PassPlan(arm.name, options, scenario.steps)
     return _PLANS[arm.axis](plan, arm.value, scenario, requests)
 
 
@@ -115,7 +99,7 @@ def plan_arm(
 
 def _chunk(plan: PassPlan, value: Any, _s: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
     options = {**plan.options, "max_num_batched_tokens": value, "enable_chunked_prefill": True}
-    return replace(plan, options=options, fired=_prompts_split)
+    return replace(plan, options=options)
 
 
 def _block_size(plan: PassPlan, value: Any, scenario: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
@@ -136,7 +120,7 @@ def _threads(plan: PassPlan, value: Any, _s: Scenario, _r: Mapping[str, EngineRe
 
 
 def _preempt(plan: PassPlan, value: Any, _s: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
-    return replace(plan, preempt_at=value, fired=lambda outcome: len(outcome.drive.preempted))
+    return replace(plan, preempt_at=value)
 
 
 def _poison(plan: PassPlan, _v: Any, _s: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
@@ -144,12 +128,12 @@ def _poison(plan: PassPlan, _v: Any, _s: Scenario, _r: Mapping[str, EngineReques
         replace(step, argument={**step.argument, "poison": True}) if step.kind == "run" else step
         for step in plan.steps
     )
-    return replace(plan, steps=steps, fired=_slots_poisoned)
+    return replace(plan, steps=steps)
 
 
 def _order(plan: PassPlan, _v: Any, scenario: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
     names = _served(scenario)[::-1]
-    return _together(plan, names, {}, lambda _outcome: len(names) - 1)
+    return _together(plan, names, {}, names)
 
 
 def _prefix_cache(
@@ -172,7 +156,7 @@ def _prefix_cache(
             forced_token_ids=None,
         )
     steps = (_submit(list(warm)), _run(), *scenario.steps)
-    return replace(plan, options=options, steps=steps, extra=warm, fired=_cached_tokens)
+    return replace(plan, options=options, steps=steps, extra=warm)
 
 
 def _batch(plan: PassPlan, value: Any, scenario: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
@@ -185,7 +169,7 @@ def _batch(plan: PassPlan, value: Any, scenario: Scenario, _r: Mapping[str, Engi
     if value == "mixed":
         mixed = [name for pair in zip(names, _cycle(others, len(names)), strict=True) for name in pair]
         order = list(dict.fromkeys([first, *mixed, *others]))
-        return _together(plan, order, neighbours, _sharing_steps, judged=names)
+        return _together(plan, order, neighbours, names)
     if value == "late":
         steps = [_submit(list(neighbours)), Step("advance", 2, 0), _submit(names), _run()]
     else:
@@ -197,21 +181,16 @@ def _batch(plan: PassPlan, value: Any, scenario: Scenario, _r: Mapping[str, Engi
             _run(),
         ]
         neighbours = {name: neighbours[name] for name in aborted}
-    return replace(plan, steps=tuple(steps), extra=neighbours, judged=tuple(names), fired=_sharing_steps)
+    return replace(plan, steps=tuple(steps), extra=neighbours, judged=tuple(names))
 
 
 # ---- pieces -------------------------------------------------------------------------------------
 
 
 def _together(
-    plan: PassPlan,
-    order: list[str],
-    extra: Mapping[str, EngineRequest],
-    fired: Callable[[Outcome], int | None],
-    judged: Sequence[str] | None = None,
+    plan: PassPlan, order: list[str], extra: Mapping[str, EngineRequest], judged: Sequence[str]
 ) -> PassPlan:
-    steps = (_submit(order), _run())
-    return replace(plan, steps=steps, extra=extra, judged=tuple(judged or order), fired=fired)
+    return replace(plan, steps=(_submit(order), _run()), extra=extra, judged=tuple(judged))
 
 
 def _submit(names: list[str]) -> Step:
@@ -240,49 +219,6 @@ def _neighbours(options: Mapping[str, Any]) -> dict[str, EngineRequest]:
 
 def _cycle(names: Sequence[str], count: int) -> Iterator[str]:
     return (names[i % len(names)] for i in range(count))
-
-
-# ---- did it really happen? ----------------------------------------------------------------------
-
-
-def _prompts_split(outcome: Outcome) -> int | None:
-    """Prompts that some step ended inside of."""
-    if "traced" not in outcome.drive.capabilities.features:
-        return None
-    lengths = {
-        e["request_id"]: e["num_prompt_tokens"] for e in outcome.drive.events if e["event"] == "submitted"
-    }
-    split = {
-        name
-        for event in outcome.drive.events
-        if event["event"] == "planned"
-        for name, start, size in event["scheduled"]
-        if start + size < lengths[name] and name in outcome.outputs
-    }
-    return len(split)
-
-
-def _sharing_steps(outcome: Outcome) -> int | None:
-    """Steps that computed a judged request beside a neighbour."""
-    if "traced" not in outcome.drive.capabilities.features:
-        return None
-    plans = [{row[0] for row in e["scheduled"]} for e in outcome.drive.events if e["event"] == "planned"]
-    return sum(
-        any(name.startswith(ANCILLARY) for name in names) and any(not n.startswith(ANCILLARY) for n in names)
-        for names in plans
-    )
-
-
-def _cached_tokens(outcome: Outcome) -> int:
-    return sum(
-        output.num_cached_tokens or 0
-        for name, output in outcome.outputs.items()
-        if not name.startswith(ANCILLARY)
-    )
-
-
-def _slots_poisoned(outcome: Outcome) -> int:
-    return sum(o.outcome["poisoned"] for o in outcome.drive.operations if o.kind == "run")
 
 
 _NEEDS: Mapping[str, tuple[str, ...]] = {

@@ -37,7 +37,9 @@ _FEATURES = {
     "swap_weights": "update_weights",
 }
 
+#: Neighbours that a fragment step shares the pool among, and the most tokens it may hold.
 _FRAGMENTS = 4
+_LARGEST_FRAGMENTED_POOL = 4096
 
 
 class NoProgress(RuntimeError):
@@ -208,16 +210,23 @@ class Drive:
         return {"swapped": names}
 
     def fragment(self, _: None) -> dict[str, Any]:
-        """Make the order of free blocks irregular: run neighbours, then drop them out of order."""
-        blocks = max(1, min(3, (self._pool_blocks() - 1) // _FRAGMENTS))
+        """Make the order of free blocks irregular: fill the pool with neighbours, drop them out of order."""
+        blocks = max(1, (self._pool_blocks() - 1) // _FRAGMENTS)
         length = blocks * self._block_size()
-        fillers = [self.add_filler(max(1, length - 1), 64) for _ in range(_FRAGMENTS)]
+        if length * _FRAGMENTS > _LARGEST_FRAGMENTED_POOL:
+            raise StepFailed(
+                f"fragment fills the whole pool, and {length * _FRAGMENTS} tokens are too many to be quick: "
+                f"give num_kv_blocks, for at most {_LARGEST_FRAGMENTED_POOL} tokens"
+            )
+        budget = self.options.get("max_num_batched_tokens", 2048)
+        steps = _FRAGMENTS * length // budget + 2
+        # Long enough to be alive when dropped, short enough to fit the pool alone.
+        max_tokens = max(1, min(steps + 1, (_FRAGMENTS - 1) * length))
+        fillers = [self.add_filler(max(1, length - 1), max_tokens) for _ in range(_FRAGMENTS)]
         self.submit(fillers)
         refused = [name for name in fillers if name in self.refused]
         if refused:
             raise StepFailed(f"fragment: {self.refused[refused[0]].message}")
-        budget = self.options.get("max_num_batched_tokens", 2048)
-        steps = _FRAGMENTS * length // budget + 2
         for _step in range(steps):
             self._advance()
         order = [fillers[i] for i in (2, 0, 3, 1)]

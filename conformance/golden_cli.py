@@ -25,7 +25,7 @@ from conformance.reference import Reference
 from conformance.scenario import load_scenarios
 from conformance.store import RecordError, RecordStore, WrongWeights
 
-__all__ = ["GoldenRequest", "add_parser", "case_name", "main", "run", "scenario_requests"]
+__all__ = ["GoldenRequest", "case_name", "main", "parser", "run", "scenario_requests"]
 
 _FILE_FIELDS = {"label", "traced", "request"}
 
@@ -39,22 +39,19 @@ class GoldenRequest:
     traced: bool = False
 
 
-def add_parser(subcommands: Any) -> argparse.ArgumentParser:
-    """Add `golden` to an argparse subcommand table; `run` carries out what it parsed."""
-    parser: argparse.ArgumentParser = subcommands.add_parser(
-        "golden",
-        help="record, verify or update the golden records",
+def parser() -> argparse.ArgumentParser:
+    """The command line of `conformance golden`."""
+    root = argparse.ArgumentParser(
+        prog="conformance golden",
         description="Golden records are the answers of Hugging Face in float64; see golden/MANIFEST.json.",
     )
-    _fill(parser)
-    return parser
+    _fill(root)
+    return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `golden` on its own. Returns the exit status: 0 only if nothing was wrong."""
-    parser = argparse.ArgumentParser(prog="conformance golden")
-    _fill(parser)
-    return run(parser.parse_args(argv))
+    """Run `conformance golden`. Returns the exit status: 0 only if nothing was wrong."""
+    return run(parser().parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:

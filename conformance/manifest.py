@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -74,7 +75,10 @@ class Manifest:
         files = {name: _plain(self.entries[name]) for name in sorted(self.entries)}
         text = json.dumps({"schema": MANIFEST_SCHEMA, "files": files}, indent=1, ensure_ascii=False)
         golden.mkdir(parents=True, exist_ok=True)
-        (golden / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8", newline="\n")
+        # Replaced at once, so that no reader ever sees half a manifest.
+        draft = golden / f".{MANIFEST_NAME}.{os.getpid()}"
+        draft.write_text(text + "\n", encoding="utf-8", newline="\n")
+        draft.replace(golden / MANIFEST_NAME)
 
     def fault(self, golden: Path, name: str) -> str | None:
         """Why the file `name` is not what was signed, or None."""

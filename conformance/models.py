@@ -107,21 +107,22 @@ def export_models(directory: Path, names: Sequence[str] = (), root: Path | None 
 
 
 def weights_sha256(path: Path) -> str:
-    """Digest of a checkpoint's weights.
+    """Digest of what decides a model's numbers: its weights, and the configuration they run under.
 
-    One file: its own SHA-256, as `sha256sum` prints it. Several: the SHA-256 of the lines
-    "digest  name" in name order.
+    A .gguf file holds both: its own SHA-256, as `sha256sum` prints it. A directory: the SHA-256 of
+    the lines "digest  name" of config.json, generation_config.json (end-of-sequence ids) and every
+    *.safetensors, in name order. The tokenizer is not in it: other prompt ids tell by themselves.
 
     Raises:
         ModelUnavailable: there are no weights.
     """
     if path.is_file():
         return _file_sha256(path)
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
+    weights = list(path.glob("*.safetensors"))
+    if not weights:
         raise ModelUnavailable(f"{path} holds no *.safetensors; convert the weights to safetensors")
-    if len(files) == 1:
-        return _file_sha256(files[0])
+    settings = [path / name for name in ("config.json", "generation_config.json")]
+    files = sorted([*weights, *(file for file in settings if file.is_file())])
     lines = "".join(f"{_file_sha256(file)}  {file.name}\n" for file in files)
     return hashlib.sha256(lines.encode()).hexdigest()
 

@@ -24,19 +24,18 @@ from conformance.adapters.base import (
     PoolState,
     Stages,
 )
-from conformance.arms import ArmNotFired, Outcome, PassPlan, expand_arms, plan_arm, why_not_offered
+from conformance.arms import PassPlan, expand_arms, plan_arm, why_not_offered
 from conformance.canonical import request_key
-from conformance.checks.arguments import AXES
 from conformance.damage import damaged_copy
 from conformance.drive import Drive, step_features
 from conformance.environment import describe_environment
 from conformance.history import History, Operation, Pass, RequestRun
-from conformance.observe import kv_digests, reduce_logits
+from conformance.observe import OWN_TOP, kv_digests, reduce_logits
 from conformance.records import GoldenRecord
-from conformance.scenario import CheckSpec, RequestSpec, Scenario
+from conformance.scenario import RequestSpec, Scenario
 from conformance.store import RecordError, RecordStore
 
-__all__ = ["EngineFactory", "Skipped", "checks_for", "run_scenario", "skip_reason"]
+__all__ = ["EngineFactory", "Skipped", "run_scenario", "skip_reason"]
 
 #: Makes an adapter, not yet entered, for a model and options (dtype and device among them).
 EngineFactory = Callable[[ModelSource, Mapping[str, Any]], EngineAdapter]
@@ -49,6 +48,9 @@ _REQUEST_FEATURES = {
     "presence_penalty": "penalties",
     "frequency_penalty": "penalties",
     "repetition_penalty": "penalties",
+    "logit_bias": "logit_control",
+    "bad_words": "logit_control",
+    "min_tokens": "logit_control",
     "forced_token_ids": "forced_decode",
 }
 
@@ -86,51 +88,19 @@ def skip_reason(scenario: Scenario, point: Mapping[str, Any], capabilities: Capa
     return None
 
 
-def checks_for(scenario: Scenario, history: History) -> list[CheckSpec]:
-    """The scenario's checks with same_under naming the arms that this history has.
-
-    `every` becomes the steps that were preempted, and arms the engine does not offer are left
-    out; a check of which nothing is left is dropped, and the history tells the reason of each.
-    """
-    ran = {one.name for one in history.passes}
-    skipped = {f"{a['axis']}={a['value']}" for a, _ in _arms_not_offered(history)}
-    checks = []
-    for check in scenario.checks:
-        if check.name != "same_under":
-            checks.append(check)
-            continue
-        args: dict[str, Any] = {}
-        for axis, values in check.args.items():
-            if axis in AXES:
-                steps = [int(name.partition("=")[2]) for name in sorted(ran) if name.startswith("preempt=")]
-                kept = [v for v in values if v != "every" and f"{axis}={v}" not in skipped]
-                values = kept + (sorted(set(steps) - set(kept)) if "every" in values else [])
-            if values:
-                args[axis] = values
-        if any(axis in AXES for axis in args):
-            checks.append(replace(check, args=args))
-    return checks
-
-
-def _arms_not_offered(history: History) -> list[tuple[Any, str]]:
-    free = history.find("free")
-    operations = free.operations if free is not None else ()
-    return [(o.argument, o.outcome) for o in operations if o.kind == "arm_not_offered"]
-
-
 def run_scenario(
     scenario: Scenario,
     point: Mapping[str, Any],
     factory: EngineFactory,
     source: ModelSource,
-    store: RecordStore | None,
+    store: RecordStore,
 ) -> History:
     """Run every pass of one scenario at one point.
 
     Args:
         point: one of `scenario.points()`, perhaps with another device.
         source: the model named in the point.
-        store: golden records; None when there are none.
+        store: the golden records.
 
     Raises:
         Skipped: the engine lacks something the scenario needs.
@@ -167,7 +137,7 @@ _ALWAYS = ("dtype", "device")
 
 
 def _goldens(
-    scenario: Scenario, point: Mapping[str, Any], source: ModelSource, store: RecordStore | None
+    scenario: Scenario, point: Mapping[str, Any], source: ModelSource, store: RecordStore
 ) -> dict[str, _Golden]:
     goldens = {}
     for name, request in scenario.requests.items():
@@ -176,10 +146,7 @@ def _goldens(
             continue
         try:
             key = request_key(request.canonical(point["model"], point["dtype"]))
-            if store is None:
-                goldens[name] = _Golden(None, "no golden records are loaded")
-            else:
-                goldens[name] = _Golden(store.get(key, source.sha256), None)
+            goldens[name] = _Golden(store.get(key, source.sha256), None)
         except RecordError as error:
             goldens[name] = _Golden(None, str(error))
     return goldens
@@ -258,8 +225,6 @@ class _ScenarioRun:
                 for name in self.requests if plan.judged is None else plan.judged:
                     runs[name] = self._run(name, requests[name], outputs.get(name), drive)
                 after = self._pool(adapter)
-                if plan.arm is not None and error is None:
-                    self._must_have_fired(plan, Outcome(drive, outputs))
         except Exception as failure:  # the same while loading, or while telling what it did
             error = error or EngineError(type(failure).__name__, str(failure))
         one = Pass(
@@ -274,14 +239,6 @@ class _ScenarioRun:
             error=error,
         )
         return one, drive
-
-    def _must_have_fired(self, plan: PassPlan, outcome: Outcome) -> None:
-        assert plan.arm is not None
-        count = plan.fired(outcome)
-        argument = {"axis": plan.arm.axis, "value": plan.arm.value}
-        outcome.drive.operations.append(Operation("arm", argument, {"fired": count}))
-        if count == 0:
-            raise ArmNotFired(f"{plan.arm.name} never took effect, so agreement would prove nothing")
 
     def _pool(self, adapter: EngineAdapter) -> PoolState | None:
         return cast("Controlled", adapter).pool() if "pool" in self.capabilities.features else None
@@ -301,7 +258,7 @@ class _ScenarioRun:
             ids = record.prompt_token_ids
         return EngineRequest(
             request_id=spec.name,
-            sampling=dict(spec.sampling),
+            sampling=self._sampling(spec),
             prompt_token_ids=None if ids is None else tuple(ids),
             text=text,
             chat=chat,
@@ -309,6 +266,14 @@ class _ScenarioRun:
             priority=spec.priority,
             capture=self._capture(spec),
         )
+
+    def _sampling(self, spec: RequestSpec) -> dict[str, Any]:
+        """What the scenario asks; and logprobs, where they are the only numbers the engine shows."""
+        sampling = dict(spec.sampling)
+        features = self.capabilities.features
+        if "stages" not in features and "logprobs" in features and spec in self.scenario.judged_by_golden():
+            sampling.setdefault("logprobs", OWN_TOP)
+        return sampling
 
     def _capture(self, spec: RequestSpec) -> frozenset[str]:
         if "stages" not in self.capabilities.features or spec.name in self.scenario.must_fail:

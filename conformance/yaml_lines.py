@@ -16,6 +16,9 @@ import yaml
 
 __all__ = ["Document", "Location", "YamlError", "read_yaml"]
 
+#: No scenario nests this deep; a file whose alias contains itself would never end.
+_DEEPEST = 32
+
 #: Where a value sits in a document: keys and indexes from the root.
 Location = tuple[str | int, ...]
 
@@ -94,15 +97,20 @@ def read_yaml(path: Path) -> Document:
 def _build(
     loader: _CoreLoader, node: yaml.Node, where: Location, lines: dict[Location, int], path: Path
 ) -> Any:
-    lines.setdefault(where, node.start_mark.line + 1)
+    line = node.start_mark.line + 1
+    lines.setdefault(where, line)
+    if isinstance(node, yaml.ScalarNode):
+        return loader.construct_object(node)
+    if node.tag not in ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
+        raise YamlError(f"{path}:{line}: unknown tag {node.tag!r}: only plain data is read")
+    if len(where) > _DEEPEST:
+        raise YamlError(f"{path}:{line}: nested more than {_DEEPEST} deep (an alias of its own parent?)")
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, item, (*where, i), lines, path) for i, item in enumerate(node.value)]
-    if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node)
     result: dict[str | int, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        key = loader.construct_object(key_node)
+        key = loader.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else None
         if isinstance(key, bool) or not isinstance(key, str | int):
             raise YamlError(f"{path}:{line}: a key must be a word or a number, got {key!r}")
         if key in result:

@@ -21,12 +21,12 @@ from minivllm.llm import LLM
 from minivllm.models import load_model_config
 from minivllm.request import SamplingParams
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 done, 1 a request failed, 2 refused)."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
     except MiniVLLMError as error:
@@ -36,10 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="minivllm", description=__doc__)
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """The command line: every command and option."""
+    root = argparse.ArgumentParser(prog="minivllm", description=__doc__)
+    root.add_argument("--version", action="version", version=__version__)
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="answer prompts, streaming the first answer")
     generate.add_argument("prompts", nargs="+", metavar="PROMPT")
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=_info)
 
     add_bench(commands)
-    return parser
+    return root
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:

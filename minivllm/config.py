@@ -114,7 +114,8 @@ class RopeConfig:
     """Rotary position embedding, as in the `rope_parameters` of a Transformers config.
 
     Attributes:
-        kind: "default", "linear", "llama3" or "yarn".
+        kind: "default", "linear", "llama3", "yarn", "dynamic" or "longrope" (these two within the
+            original length), or "factors" (divisors from a GGUF file).
         theta: base of the frequencies.
         parameters: the remaining fields of the config for this kind (factor, …).
     """

@@ -50,6 +50,7 @@ FEATURES: Mapping[str, str] = {
     "forced_decode": "decodes along given token ids (teacher forcing)",
     "sampling": "temperature, top-k, top-p, min-p with seeds",
     "penalties": "presence, frequency and repetition penalties",
+    "logit_control": "logit bias, bad words and a minimum number of tokens",
     "stop_strings": "stop strings, with a stop reason",
     "streaming": "tells the text so far after each step",
     "stepped": "runs one step at a time, with submit and abort in between",
@@ -65,6 +66,9 @@ FEATURES: Mapping[str, str] = {
     "pool": "tells how its block pool stands",
     "bitwise": "promises bitwise equal results under any batch, chunk, hit or preemption",
     "update_weights": "can exchange weights while loaded",
+    "strict_loading": "refuses a checkpoint that is incomplete or does not fit the model",
+    "strict_rope": "refuses rope kinds whose own reference depends on call history, past their length",
+    "strict_windows": "has no sliding windows, and refuses a model that needs them",
 }
 
 
@@ -75,7 +79,7 @@ class ModelSource:
     Attributes:
         name: as in `conformance models list`.
         path: a directory with config.json and safetensors, or a .gguf file.
-        sha256: over the weight files, in name order.
+        sha256: over weights and configuration, see `conformance.models.weights_sha256`.
     """
 
     name: str

@@ -43,7 +43,7 @@ __all__ = ["DEFAULT_POOL_BYTES", "KEPT_MODELS", "MiniVLLMAdapter"]
 DEFAULT_POOL_BYTES = 64 * 2**20
 
 #: How many loaded models are kept; the one used longest ago goes first.
-KEPT_MODELS = 3
+KEPT_MODELS = 8
 
 _ModelKey = tuple[str, str, str, int]
 _models: OrderedDict[_ModelKey, DecoderModel] = OrderedDict()

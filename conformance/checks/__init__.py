@@ -94,7 +94,7 @@ def judge(
         findings += _guarded(spec.name, lambda spec=spec: _run(case, spec))  # type: ignore[misc]  # mypy cannot type a lambda default
     if not checks:
         findings.append(Finding(Verdict.ERROR, "history", None, "the scenario has no checks"))
-    findings = [_with_triage(case, finding) for finding in findings]
+    findings = [_with_triage(case, _with_record(case, finding)) for finding in findings]
     power = power_of(case, findings)
     return Judgement(_combine(findings, bool(power.kinds)), tuple(findings), power, level)
 
@@ -134,8 +134,7 @@ def _sanity(case: Case) -> list[Finding]:
         raise CheckInputError('the history has no pass "free"')
     expected = case.error_expected()
     for one in history.passes:
-        # An arm that did not fire is no fault of the engine; same_under reports it.
-        if one.error is not None and one.error.type != "ArmNotFired" and "engine" not in expected:
+        if one.error is not None and "engine" not in expected:
             findings.append(
                 case.fail(
                     "history",
@@ -159,6 +158,20 @@ def _sanity(case: Case) -> list[Finding]:
                 text = f"pass {one.name!r}: the request was {how}: {problem.type}: {problem.message}"
                 findings.append(case.fail("history", name, text))
     return findings
+
+
+def _with_record(case: Case, finding: Finding) -> Finding:
+    """A divergence from a golden names the record, so that the other side can be looked up too."""
+    if finding.verdict is not Verdict.FAIL or finding.request is None or finding.check not in CHECKS:
+        return finding
+    run = case.free.requests.get(finding.request)
+    if not CHECKS[finding.check].golden or run is None or run.golden_key is None:
+        return finding
+    record = case.golden(run)
+    name = f"{record.model}/{record.case}"
+    return replace(
+        finding, message=f"{finding.message} (golden {name})", detail={**finding.detail, "record": name}
+    )
 
 
 def _with_triage(case: Case, finding: Finding) -> Finding:

@@ -21,6 +21,7 @@ __all__ = [
     "expected_text",
     "is_plain_greedy",
     "names_in",
+    "same_text",
 ]
 
 #: Multiples of the yardstick that every check allows: 4 R for an rms, 4 M for a single value.
@@ -223,9 +224,10 @@ class Case:
     def reproduce(self) -> str:
         """One command that runs this scenario at this point again."""
         h = self.history
-        point = "".join(f" --point {k}={v}" for k, v in sorted(h.point.items()))
+        axes = {k: v for k, v in h.point.items() if k not in ("model", "dtype", "device")}
+        point = "".join(f" --point {k}={v}" for k, v in sorted(axes.items()))
         return (
-            f"conformance run {h.scenario} --engine {h.capabilities.engine} "
+            f"conformance run {h.scenario} --engine {h.capabilities.engine} --model {h.model} "
             f"--device {h.device} --dtype {h.dtype}{point}"
         )
 
@@ -294,6 +296,16 @@ def expected_text(run: RequestRun, record: GoldenRecord) -> tuple[str, str | Non
     at, stop = min(found, key=lambda f: (f[0] + len(f[1]), f[0]))
     end = at + len(stop) if run.sampling.get("include_stop_str_in_output") else at
     return record.text[:end], stop
+
+
+def same_text(shown: str, expected: str) -> bool:
+    """Whether two texts are the same answer.
+
+    A tokenizer that marks word starts with a space gives the first answer token one. Decoding the
+    answer alone drops it (Transformers); decoding it as the continuation of the prompt keeps it
+    (vLLM). Both are right, so one leading space does not count.
+    """
+    return shown.removeprefix(" ") == expected.removeprefix(" ")
 
 
 def names_in(argument: Any) -> list[str]:

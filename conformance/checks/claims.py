@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from conformance.checks.arguments import AXES
-from conformance.checks.case import Case
+from conformance.checks.case import Case, names_in
 from conformance.checks.events import chunked_requests, scheduled
 from conformance.history import Pass
 
@@ -19,8 +19,7 @@ def not_fired(case: Case, one: Pass, axis: str, value: str, names: Sequence[str]
         one: the arm's pass, named "<axis>=<value>".
         names: the requests that are compared.
     """
-    claim = _CLAIMS.get(axis)
-    return claim(case, one, value, names) if claim is not None else None
+    return _CLAIMS[axis](case, one, value, names)
 
 
 def _claim_preempt(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:  # noqa: ARG001
@@ -46,7 +45,11 @@ def _claim_chunk(case: Case, one: Pass, value: str, names: Sequence[str]) -> str
     }
     hits = {str(e["request_id"]) for e in one.events if e.get("event") == "prefix_hit"}
     whole = (long & computed & set(names)) - split - hits
-    return f"the prompts of {sorted(whole)} exceed {limit} tokens but were not split" if whole else None
+    if whole:
+        return f"the prompts of {sorted(whole)} exceed {limit} tokens but were not split"
+    if largest < limit and not split & set(names):
+        return f"no step reached {limit} tokens and no prompt was split: the budget never mattered"
+    return None
 
 
 def _claim_option(option: str) -> Callable[[Case, Pass, str, Sequence[str]], str | None]:
@@ -85,6 +88,19 @@ def _claim_poison(case: Case, one: Pass, value: str, names: Sequence[str]) -> st
     return None if slots else "no slot was poisoned"
 
 
+def _claim_order(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:  # noqa: ARG001
+    """Submitted in another order than in the free pass, all before the first step."""
+
+    def order(of: Pass) -> list[str]:
+        submitted = [n for o in of.operations if o.kind == "submit" for n in names_in(o.argument)]
+        return [n for n in submitted if n in names]
+
+    mine, free = order(one), order(case.free)
+    if sorted(mine) != sorted(free):
+        return f"it submitted {mine}, the free pass {free}"
+    return None if mine != free else f"the order of submission is the free pass's: {mine}"
+
+
 _CLAIMS: Mapping[str, Callable[[Case, Pass, str, Sequence[str]], str | None]] = {
     "chunk": _claim_chunk,
     "block_size": _claim_option("block_size"),
@@ -94,5 +110,6 @@ _CLAIMS: Mapping[str, Callable[[Case, Pass, str, Sequence[str]], str | None]] = 
     "backend": _claim_option("attention_backend"),
     "threads": _claim_option("threads"),
     "poison": _claim_poison,
+    "order": _claim_order,
 }
-assert set(_CLAIMS) | {"order"} == set(AXES)
+assert set(_CLAIMS) == set(AXES)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from conformance.adapters.base import EngineError
-from conformance.checks.case import Case, CheckFailed, align, expected_text
+from conformance.checks.case import Case, CheckFailed, align, expected_text, same_text
 from conformance.checks.tokens import judge_id
 from conformance.history import RequestRun
 from conformance.verdicts import Finding, Verdict
@@ -133,7 +133,7 @@ def _text(case: Case, run: RequestRun, wanted: Mapping[str, Any]) -> list[Findin
                 Verdict.WEAK,
                 f"text not judged: the ids took another legal way at position {at}",
             )
-        elif output.text != expected:
+        elif not same_text(output.text, expected):
             problems.append(f"text {output.text!r}, the golden's is {expected!r}")
     if "streaming" in wanted:
         if not case.has("streaming"):

@@ -9,8 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from conformance.recipes.initialise import initialise
 from conformance.recipes.llama import LLAMA_RECIPES
 from conformance.recipes.qwen import QWEN_RECIPES
@@ -34,7 +32,7 @@ def make_model(recipe: MechanicsRecipe, seed: int | None = None) -> Any:
         **recipe.config,
         bos_token_id=special.ids[special.bos] if special.bos else None,
         eos_token_id=special.ids[recipe.end_tokens[0]],
-        pad_token_id=special.ids[special.eos],
+        pad_token_id=special.ids[special.pad],
         attention_dropout=0.0,
     )
     config._attn_implementation = "eager"
@@ -58,7 +56,7 @@ def make_tokenizer(recipe: MechanicsRecipe) -> Any:
         max_length=MAX_POSITIONS,
         bos_token=special.bos,
         eos_token=recipe.end_tokens[0],
-        pad_token=special.eos,
+        pad_token=special.pad,
     )
 
 
@@ -117,9 +115,3 @@ def sha256_of(path: Path) -> str:
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def parameters_equal(one: Any, other: Any) -> bool:
-    """Whether two models hold the same parameters, bit for bit."""
-    a, b = dict(one.named_parameters()), dict(other.named_parameters())
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

@@ -41,8 +41,10 @@ def standard_normal(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     count = math.prod(shape)
     raw = np.random.Philox(key=key).random_raw(3 * count).astype("<u8", copy=False)
-    sums = raw.view("<u2").reshape(count, 12).sum(axis=1, dtype=np.int64)
-    return ((sums - 12 * 65535 / 2) / 65536.0).reshape(shape)
+    sums: NDArray[np.float64] = raw.view("<u2").reshape(*shape, 12).sum(axis=-1, dtype=np.float64)
+    sums -= 12 * 65535 / 2
+    sums /= 65536.0
+    return sums
 
 
 def initialise(model: nn.Module, seed: int, *, special_ids: Collection[int] = ()) -> None:

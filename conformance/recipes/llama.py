@@ -19,7 +19,7 @@ _SPECIAL = SpecialTokens(
         "<|reserved_special_token_1|>",
     ),
     bos="<|begin_of_text|>",
-    eos="<|end_of_text|>",
+    pad="<|end_of_text|>",
 )
 
 # The template writes BOS itself, and the tokenizer adds one to plain text: whoever tokenizes a

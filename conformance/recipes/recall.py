@@ -8,6 +8,7 @@ w words; the model answers with the same list in x words, then the x list in y w
 So x words depend on the prompt's KV, y words on the KV written while decoding, and each answer
 on one position only: another alphabet is asked for each time, so no second copy can stand in for
 a damaged one. A position whose KV is damaged is answered with `<lost>` (the model is trained to).
+The committed model answers lists of any length up to 62 words, up to 48 by more than 10 nats.
 Nothing here imports torch.
 """
 

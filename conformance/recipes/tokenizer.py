@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 __all__ = ["SpecialTokens", "text_tokenizer", "training_sentences", "word_tokenizer", "wrap"]
 
@@ -39,15 +39,17 @@ class SpecialTokens:
 
     Attributes:
         tokens: all of them; the first gets the first id after the BPE vocabulary.
-        eos: ends a text; also used as padding.
+        pad: fills up batches; an end-of-text token, as in the published checkpoints.
         bos: begins a text; added by the tokenizer itself when not None.
-        nfc: whether text is brought to Unicode normal form C first (Qwen does, Llama does not).
+        qwen: whether text is normalised (NFC) and split as Qwen does, which Llama does not.
+            Transformers does so for every Qwen2 model whatever its tokenizer.json says, so the
+            file must say the same for engines that read it without Transformers.
     """
 
     tokens: tuple[str, ...]
-    eos: str
+    pad: str
     bos: str | None = None
-    nfc: bool = False
+    qwen: bool = False
 
     @property
     def ids(self) -> dict[str, int]:
@@ -65,12 +67,19 @@ def training_sentences() -> Iterator[str]:
 def text_tokenizer(special: SpecialTokens) -> Tokenizer:
     """Train the byte-level BPE and add `special`. Equal arguments give equal bytes of JSON."""
     tokenizer = Tokenizer(models.BPE())
-    if special.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    pieces = pre_tokenizers.Split(Regex(r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+"), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    if special.qwen:
+        from transformers import Qwen2Tokenizer
+
+        genuine = Qwen2Tokenizer().backend_tokenizer
+        tokenizer.normalizer, tokenizer.pre_tokenizer = genuine.normalizer, genuine.pre_tokenizer
+    else:
+        split = Regex(r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(split, behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=NUM_BPE_TOKENS,

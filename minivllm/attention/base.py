@@ -6,15 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.kv_cache import KVCache
+from minivllm.attention.kv_cache import KVCache, slot_numbers
 from minivllm.config import ModelConfig
 from minivllm.errors import InvariantError
 from minivllm.request import ScheduledRequest
 
 __all__ = ["AttentionBackend", "AttentionMetadata", "PagedBackend", "PlannedAttention"]
+
+MAX_GROUP_KEYS = 2**16
+"""Most keys gathered for one group of requests: bounds the memory of a step."""
+
+MAX_WASTE = 64
+"""Keys of padding that a request may cost in a group, if a quarter of the longest is less."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +66,11 @@ class AttentionMetadata:
             starts=tuple(r.start for r in requests),
             seq_lens=tuple(r.end for r in requests),
             block_tables=tuple(r.block_table for r in requests),
-            slot_mapping=torch.cat([cache.slots(r.block_table, r.start, r.end) for r in requests]),
+            slot_mapping=torch.from_numpy(
+                np.concatenate(
+                    [slot_numbers(r.block_table, r.start, r.end, cache.block_size) for r in requests]
+                )
+            ).to(cache.device),
             block_size=cache.block_size,
         )
 
@@ -104,14 +115,17 @@ class AttentionBackend(Protocol):
 
 
 class PagedBackend:
-    """Common part of the backends that gather a request's KV by its block table, then compute.
+    """Common part of the backends that gather KV by block table, then compute with torch.
 
-    A subclass says how one request attends (`attend_request`) and what it can prepare once per
-    batch (`mask`). Only slots of positions 0 … seq_len - 1 are read.
+    A subclass computes one *group*: requests with the same number of rows and about the same
+    length. Keys past a request's own length (in a group, or `padded`) are its first key once more,
+    and hidden: finite, as every gathered slot has been written.
     """
 
     name: ClassVar[str]
     bitwise: ClassVar[bool] = False
+    batches_decode: ClassVar[bool] = False
+    """Whether decode rows of several requests may form one group."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -128,12 +142,16 @@ class PagedBackend:
     def plan(self, metadata: AttentionMetadata) -> PlannedAttention:
         return _PagedPlan(self, metadata)
 
-    def mask(self, start: int, num_tokens: int) -> Tensor | None:
-        """What `attend_request` needs to hide later positions, for rows start … start + num_tokens - 1."""
+    def padded(self, length: int) -> int:
+        """How many keys to gather for a sequence of this length."""
+        return length
+
+    def mask(self, hidden: Tensor) -> Tensor | None:
+        """Turn hidden [n, rows, keys] (true: may not look) into what `attend_group` wants; once per batch."""
         raise NotImplementedError
 
-    def attend_request(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """One request: q [n, heads, dim], k and v [length, kv_heads, dim] → [n, heads, dim]."""
+    def attend_group(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """q [n, rows, heads, dim], k and v [n, keys, kv_heads, dim] → [n, rows, heads, dim]."""
         raise NotImplementedError
 
 
@@ -142,26 +160,70 @@ class _PagedPlan:
 
     def __init__(self, backend: PagedBackend, metadata: AttentionMetadata) -> None:
         self._backend = backend
-        self._cache = backend.cache
         self._slot_mapping = metadata.slot_mapping
-        bounds = metadata.query_start_loc
-        self._requests = [
-            (
-                slice(bounds[i], bounds[i + 1]),
-                self._cache.slots(table, 0, length),
-                backend.mask(start, bounds[i + 1] - bounds[i]),
-            )
-            for i, (table, start, length) in enumerate(
-                zip(metadata.block_tables, metadata.starts, metadata.seq_lens, strict=True)
-            )
-        ]
+        self._groups = [_Group(backend, metadata, members) for members in _grouped(backend, metadata)]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._cache.write(layer, self._slot_mapping, k, v)
+        self._backend.cache.write(layer, self._slot_mapping, k, v)
 
     def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for rows, slots, mask in self._requests:
-            k, v = self._cache.gather(layer, slots)
-            out[rows] = self._backend.attend_request(q[rows], k, v, mask, scale)
+        for group in self._groups:
+            query, (k, v) = q[group.rows], self._backend.cache.gather(layer, group.slots)
+            # [size * rows, …] → [size, rows, …], and the same for the keys
+            q_, k_, v_ = (part.view(group.size, -1, *part.shape[1:]) for part in (query, k, v))
+            part = self._backend.attend_group(q_, k_, v_, group.mask, scale)
+            out[group.rows] = part.flatten(0, 1)
         return out.flatten(1)
+
+
+class _Group:
+    """One request, or several of one row each.
+
+    Attributes:
+        size: number of requests.
+        rows: which rows of the batch are theirs.
+        slots: [size * keys], the gathered slots of each request in logical order.
+        mask: what the backend made of the hidden positions.
+    """
+
+    def __init__(self, backend: PagedBackend, metadata: AttentionMetadata, members: Sequence[int]) -> None:
+        cache, bounds = backend.cache, metadata.query_start_loc
+        self.size = len(members)
+        self.rows: slice | Tensor = slice(bounds[members[0]], bounds[members[0] + 1])
+        if self.size > 1:
+            self.rows = torch.tensor([bounds[i] for i in members], device=cache.device)
+        keys = backend.padded(max(metadata.seq_lens[i] for i in members))
+        slots = np.empty((self.size, keys), dtype=np.int64)
+        for row, i in zip(slots, members, strict=True):
+            length = metadata.seq_lens[i]
+            row[:length] = slot_numbers(metadata.block_tables[i], 0, length, cache.block_size)
+            row[length:] = row[0]
+        self.slots = torch.from_numpy(slots.reshape(-1)).to(cache.device)
+        starts = torch.tensor([metadata.starts[i] for i in members], device=cache.device)
+        offsets = torch.arange(bounds[members[0] + 1] - bounds[members[0]], device=cache.device)
+        last_seen = starts[:, None] + offsets
+        self.mask = backend.mask(torch.arange(keys, device=cache.device) > last_seen[..., None])
+
+
+def _grouped(backend: PagedBackend, metadata: AttentionMetadata) -> list[list[int]]:
+    """Partition the requests of a batch: decode rows of like length together, the others alone."""
+    bounds, lengths = metadata.query_start_loc, metadata.seq_lens
+    groups: list[list[int]] = []
+    decode: list[int] = []
+    for i in range(len(lengths)):
+        if backend.batches_decode and bounds[i + 1] - bounds[i] == 1:
+            decode.append(i)
+        else:
+            groups.append([i])
+    current: list[int] = []
+    for i in sorted(decode, key=lambda i: -lengths[i]):
+        longest = backend.padded(lengths[current[0]]) if current else 0
+        waste = longest - backend.padded(lengths[i])
+        fits = current and (len(current) + 1) * longest <= MAX_GROUP_KEYS
+        if fits and waste <= max(MAX_WASTE, longest // 4):
+            current.append(i)
+        else:
+            current = [i]
+            groups.append(current)
+    return groups

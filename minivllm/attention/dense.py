@@ -21,26 +21,22 @@ class DenseBackend(PagedBackend):
 
     name: ClassVar[str] = "dense"
 
-    def mask(self, start: int, num_tokens: int) -> Tensor | None:
-        if num_tokens == 1:
+    def mask(self, hidden: Tensor) -> Tensor | None:
+        if hidden.shape[1] == 1:
             return None
-        positions = torch.arange(start + num_tokens, device=self.cache.device)
-        hidden = positions > positions[start:, None]
         mask = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.cache.device)
-        return mask.masked_fill_(hidden, torch.finfo(self.cache.dtype).min)
+        return mask.masked_fill_(hidden, torch.finfo(self.cache.dtype).min)[:, None]
 
-    def attend_request(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        query = q.transpose(0, 1)
-        groups = q.shape[1] // k.shape[1]
-        key = _repeat_heads(k, groups)
-        value = _repeat_heads(v, groups)
-        scores = torch.matmul(query, key.transpose(1, 2)) * scale
+    def attend_group(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        groups = q.shape[2] // k.shape[2]
+        key, value = _repeat_heads(k, groups), _repeat_heads(v, groups)
+        scores = torch.matmul(q.transpose(1, 2), key.transpose(2, 3)) * scale
         if mask is not None:
             scores = scores + mask
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        return torch.matmul(weights, value).transpose(0, 1)
+        return torch.matmul(weights, value).transpose(1, 2)
 
 
 def _repeat_heads(x: Tensor, groups: int) -> Tensor:
-    """[length, kv_heads, dim] → contiguous [kv_heads * groups, length, dim], each head `groups` times."""
-    return x.transpose(0, 1).repeat_interleave(groups, dim=0).contiguous()
+    """[n, keys, kv_heads, dim] → contiguous [n, kv_heads * groups, keys, dim], each head `groups` times."""
+    return x.transpose(1, 2).repeat_interleave(groups, dim=1).contiguous()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minivllm.config import ModelConfig
 from minivllm.errors import ConfigError, InvariantError
 from minivllm.request import BlockCopy
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "slot_numbers"]
 
 
 class KVCache:
@@ -82,10 +84,7 @@ class KVCache:
 
     def slots(self, block_table: Sequence[int], start: int, end: int) -> Tensor:
         """Slots of positions start … end - 1 of the sequence with this block table; [n] int64."""
-        positions = torch.arange(start, end)
-        blocks = torch.tensor(block_table, dtype=torch.int64)
-        slots = blocks[positions // self.block_size] * self.block_size + positions % self.block_size
-        return slots.to(self.device)
+        return torch.from_numpy(slot_numbers(block_table, start, end, self.block_size)).to(self.device)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [n, num_kv_heads, head_dim] at these slots [n]."""
@@ -196,6 +195,14 @@ class KVCache:
                 raise InvariantError(f"{what} reads block {copy.source}, outside {_span(sources)}")
             if copy.target not in targets:
                 raise InvariantError(f"{what} writes block {copy.target}, outside {_span(targets)}")
+
+
+def slot_numbers(block_table: Sequence[int], start: int, end: int, block_size: int) -> NDArray[np.int64]:
+    """Slots of positions start … end - 1, on the host: every step asks this of every request."""
+    first = start // block_size
+    blocks = np.array(block_table[first : -(-end // block_size)], dtype=np.int64)
+    slots = (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    return slots[start - first * block_size : end - first * block_size]
 
 
 def _flat(tensor: Tensor) -> Tensor:

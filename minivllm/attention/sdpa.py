@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F  # noqa: N812 - the name every PyTorch reader knows
 from torch import Tensor
 
@@ -14,27 +13,26 @@ __all__ = ["SdpaBackend"]
 
 
 class SdpaBackend(PagedBackend):
-    """One fused call per request. Bits depend on rows, length and the kernel PyTorch picks."""
+    """One fused call per group. Bits depend on rows, lengths and the kernel PyTorch picks."""
 
     name: ClassVar[str] = "sdpa"
+    batches_decode: ClassVar[bool] = True
 
-    def mask(self, start: int, num_tokens: int) -> Tensor | None:
-        if num_tokens == 1:
+    def mask(self, hidden: Tensor) -> Tensor | None:
+        size, rows, keys = hidden.shape
+        # A whole prompt is the triangle that the kernels know; one decode row sees everything.
+        if size == 1 and rows in (1, keys):
             return None
-        positions = torch.arange(start + num_tokens, device=self.cache.device)
-        return positions <= positions[start:, None]
+        return ~hidden[:, None]
 
-    def attend_request(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        rows, length = q.shape[0], k.shape[0]
-        # From position 0 on, the mask is the triangle that the kernels know without reading one.
-        whole = rows == length and rows > 1
+    def attend_group(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            attn_mask=None if whole else mask,
-            is_causal=whole,
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None and q.shape[1] > 1,
             scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=q.shape[2] != k.shape[2],
         )
-        return out[0].transpose(0, 1)
+        return out.transpose(1, 2)

@@ -8,7 +8,7 @@ Three things of a BLAS or a softmax kernel depend on shapes, and each is fixed h
   each short enough to be one chain of the BLAS, and the partial sums are added in order.
 
 So the row of a position has the same bits as a prefill row, a chunk's row or a decode row, in any
-batch. Later positions contribute exact zeros, and no slot beyond the sequence is read.
+batch. Later positions and padding contribute exact zeros, and no slot beyond the sequence is read.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class TiledBackend(PagedBackend):
 
     name: ClassVar[str] = "tiled"
     bitwise: ClassVar[bool] = True
+    batches_decode: ClassVar[bool] = True
 
     @classmethod
     def supports(cls, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -52,64 +53,62 @@ class TiledBackend(PagedBackend):
         heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
         return _probe(heads, kv_heads, model.head_dim, dtype, torch.get_num_threads())
 
-    def mask(self, start: int, num_tokens: int) -> Tensor | None:
-        return _hidden(start, start + num_tokens, KEY_TILE[self.cache.dtype], self.cache.device)
+    def padded(self, length: int) -> int:
+        tile = KEY_TILE[self.cache.dtype]
+        return -(-length // tile) * tile
 
-    def attend_request(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        assert mask is not None  # `mask` above always makes one
+    def mask(self, hidden: Tensor) -> Tensor | None:
+        return hidden
+
+    def attend_group(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        assert mask is not None  # `mask` above always gives one
         return tiled_attention(q, k, v, mask, scale)
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """One request's attention.
+    """Attention of n requests of equal shape, each over its own keys.
 
     Args:
-        q: [rows, heads, dim].
-        k, v: [length, kv_heads, dim], positions 0 … length - 1.
-        hidden: [rows, length padded to whole tiles]; true where a row may not look.
+        q: [n, rows, heads, dim].
+        k, v: [n, keys, kv_heads, dim] from position 0 on; keys is a multiple of the key tile, and
+            keys past the sequence hold anything finite.
+        hidden: [n, rows, keys]; true where a row may not look. Padding is hidden from all rows.
         scale: of the scores.
 
     Returns:
-        [rows, heads, dim].
+        [n, rows, heads, dim].
     """
-    padding = (0, 0, 0, 0, 0, hidden.shape[1] - k.shape[0])
-    # [kv_heads, padded length, dim]. Zeros, so that a padded key's score and value are finite.
-    key = F.pad(k, padding).transpose(0, 1).contiguous()
-    value = F.pad(v, padding).transpose(0, 1).contiguous()
+    # [n * kv_heads, keys, dim]: one product per request and KV head.
+    key = k.transpose(1, 2).flatten(0, 1).contiguous()
+    value = v.transpose(1, 2).flatten(0, 1).contiguous()
     parts = [
-        _attend_rows(q[i : i + MAX_ROWS], key, value, hidden[i : i + MAX_ROWS], scale)
-        for i in range(0, q.shape[0], MAX_ROWS)
+        _attend_rows(q[:, i : i + MAX_ROWS], key, value, hidden[:, i : i + MAX_ROWS], scale)
+        for i in range(0, q.shape[1], MAX_ROWS)
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _hidden(start: int, end: int, tile: int, device: torch.device) -> Tensor:
-    """[end - start, end padded to whole tiles]: the keys after each row's own position."""
-    positions = torch.arange(-(-end // tile) * tile, device=device)
-    return positions > positions[start:end, None]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _attend_rows(q: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    rows, heads, dim = q.shape
-    kv_heads, length, _ = key.shape
+    size, rows, heads, dim = q.shape
+    kv_heads, keys = key.shape[0] // size, key.shape[1]
     groups = heads // kv_heads
-    # The heads that share a KV head are more rows of one product: [kv_heads, rows × groups, dim].
-    query = q.view(rows, kv_heads, groups, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
+    # The heads that share a KV head are more rows of one product: [n * kv_heads, rows * groups, dim].
+    query = q.reshape(size, rows, kv_heads, groups, dim).transpose(1, 2).reshape(-1, rows * groups, dim)
     missing = -query.shape[1] % ROW_TILE
     scores = torch.bmm(F.pad(query, (0, 0, 0, missing)), key.transpose(1, 2)).mul_(scale)
     # Padding rows hide nothing: their weights must be finite, and nobody reads them.
-    unseen = F.pad(hidden.repeat_interleave(groups, dim=0), (0, 0, 0, missing))
-    scores.masked_fill_(unseen, float("-inf"))
+    unseen = F.pad(hidden.repeat_interleave(groups, dim=1), (0, 0, 0, missing))
+    scores.view(size, kv_heads, *scores.shape[1:]).masked_fill_(unseen[:, None], float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
 
     tile = KEY_TILE[q.dtype]
     # Starts from +0, so that a tile of hidden keys (a sum of +0) changes no bit, not even of a -0.
-    total = torch.zeros(kv_heads, weights.shape[1], dim, dtype=torch.float32)
-    for first in range(0, length, tile):
+    total = torch.zeros(weights.shape[0], weights.shape[1], dim, dtype=torch.float32)
+    for first in range(0, keys, tile):
         part = weights[:, :, first : first + tile].contiguous()
         total += torch.bmm(part, value[:, first : first + tile])
-    out = total[:, : rows * groups].to(q.dtype).view(kv_heads, rows, groups, dim)
-    return out.transpose(0, 1).reshape(rows, heads, dim)
+    out = total[:, : rows * groups].to(q.dtype).view(size, kv_heads, rows, groups, dim)
+    return out.transpose(1, 2).reshape(size, rows, heads, dim)
 
 
 @cache
@@ -131,8 +130,10 @@ def _probe(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, most_threads
     v[1::2] *= -1
 
     def rows(start: int, end: int) -> Tensor:
-        hidden = _hidden(start, end, tile, q.device)
-        return tiled_attention(q[start:end], k[:end], v[:end], hidden, dim**-0.5)
+        keys = -(-end // tile) * tile
+        hidden = torch.arange(keys) > torch.arange(start, end)[:, None]
+        key, value = (F.pad(part[:end], (0, 0, 0, 0, 0, keys - end))[None] for part in (k, v))
+        return tiled_attention(q[None, start:end], key, value, hidden[None], dim**-0.5)[0]
 
     for first, last in ((0, 20), (tile - 9, tile + 9), (2 * tile - 9, 2 * tile + 40)):
         with threads(1):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name every PyTorch reader knows
@@ -66,10 +67,25 @@ def probe(model: nn.Module, *, max_rows: int) -> ProbeReport:
     shapes = linear_shapes(model)
     dtype, device = next((p.dtype, p.device) for p in model.parameters())
     widths = sorted({p.shape[0] for p in model.parameters() if p.dim() == 1} | {s.columns for s in shapes})
+    return _probe_shapes(shapes, tuple(widths), dtype, device, max_rows, torch.get_num_threads())
+
+
+@cache
+def _probe_shapes(
+    shapes: tuple[LinearShape, ...],
+    widths: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_rows: int,
+    most_threads: int,
+) -> ProbeReport:
+    """`probe` on what it depends on; a process asks once."""
     _probe_row_wise(widths, dtype, device)
     failures = []
     for tile in TILES:
-        failed = next((s for s in shapes if not probe_linear(s, dtype, device, tile, max_rows)), None)
+        failed = next(
+            (s for s in shapes if not probe_linear(s, dtype, device, tile, max_rows, most_threads)), None
+        )
         if failed is None:
             changes = any(_plain_changes(s, dtype, device) for s in shapes)
             return ProbeReport(tile=tile, shapes=shapes, plain_changes_bits=changes)
@@ -96,12 +112,17 @@ def linear_shapes(model: nn.Module) -> tuple[LinearShape, ...]:
 
 
 def probe_linear(
-    shape: LinearShape, dtype: torch.dtype, device: torch.device, tile: int, max_rows: int
+    shape: LinearShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    tile: int,
+    max_rows: int,
+    most_threads: int,
 ) -> bool:
     """Whether a padded product gives one row the same bits at every place in every batch."""
     row, weight, bias = cancelling(shape, dtype, device)
     expected: Tensor | None = None
-    for count in sorted({1, torch.get_num_threads()}):
+    for count in sorted({1, most_threads}):
         with threads(count):
             for rows in _row_counts(tile, max_rows):
                 columns = FEW_COLUMNS if rows > MANY_ROWS else MAX_COLUMNS

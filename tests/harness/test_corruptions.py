@@ -421,12 +421,6 @@ CORRUPTIONS = [
         "same_under",
         ERR,
     ),
-    Corruption(
-        "an arm did not fire",
-        in_pass("chunk=3", error=EngineError("ArmNotFired", "no prompt split")),
-        "same_under",
-        ERR,
-    ),
     Corruption("an arm crashed", in_pass("chunk=3", error=EngineError("RuntimeError", "boom")), "same_under"),
     Corruption(
         "one bit of the logits differs in an arm",

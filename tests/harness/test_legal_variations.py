@@ -189,6 +189,26 @@ def test_a_bias_is_caught_in_the_pool_of_short_cases() -> None:
     assert verdict(history(*runs), LOGITS) is Verdict.FAIL
 
 
+@pytest.mark.parametrize("as_text_only", [False, True])
+def test_the_first_words_leading_space_may_be_shown_or_not_but_nothing_more(as_text_only: bool) -> None:
+    run = answer(RED, logprobs=None)
+    assert run.output is not None
+    bare = RED.text.removeprefix(" ")
+
+    def judged(text: str) -> Verdict:
+        assert run.output is not None
+        changed = replace(run.output, text=text)
+        if as_text_only:
+            changed = replace(changed, token_ids=None, choice_token_ids=None)
+        return verdict(history(replace(run, output=changed)), TOKENS)
+
+    right = Verdict.WEAK if as_text_only else Verdict.PASS
+    assert judged(bare) is right
+    assert judged(" " + bare) is right
+    assert judged("  " + bare) is Verdict.FAIL
+    assert judged(bare + " ") is Verdict.FAIL
+
+
 def test_an_aborted_request_may_hold_any_prefix_of_the_truth() -> None:
     run = answer(RED, logprobs=None)
     assert run.output is not None

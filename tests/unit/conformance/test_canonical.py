@@ -90,7 +90,10 @@ def test_everything_that_changes_the_truth_changes_the_key(change: dict[str, Any
         ({"prompt": {"chat": "hi"}}, "must be a list"),
         ({"prompt": {"chat": [{"image": "x.png"}]}}, "content part must be text"),
         ({"prompt": {"messages": [{"role": "user"}]}}, "exactly role and content"),
-        ({"prompt": {"messages": [{"role": "user", "content": "a", "name": "b"}]}}, "exactly role and content"),
+        (
+            {"prompt": {"messages": [{"role": "user", "content": "a", "name": "b"}]}},
+            "exactly role and content",
+        ),
         ({"prompt": {"messages": [{"role": 1, "content": "a"}]}}, "role must be a string"),
         ({"prompt": {"messages": [{"role": "user", "content": []}]}}, "content must be text"),
         ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, got 0"),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,8 @@ import yaml
 
 import conformance.golden_cli
 from conformance.canonical import canonical_request
-from conformance.golden_cli import add_parser, case_name, main, run, scenario_requests
+from conformance.cli import main as conformance_main
+from conformance.golden_cli import case_name, main, scenario_requests
 from conformance.hf_models import NoTruth
 from conformance.manifest import Manifest, sign
 from conformance.models import ModelUnavailable
@@ -315,10 +315,8 @@ def test_a_case_that_decides_too_little_is_told(
 
 
 def test_the_command_is_a_part_of_conformance(root: Path, requests: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    args = parser.parse_args(["golden", "record", "--root", str(root), "--requests", str(requests)])
-    assert run(args) == 0
+    arguments = ["golden", "record", "--root", str(root), "--requests", str(requests)]
+    assert conformance_main(arguments) == 0
     assert len(cases(root)) == 2
 
 

@@ -75,22 +75,28 @@ def test_a_package_without_its_weights_counts_as_not_installed(
         resolve_model(SMOLLM2, root)
 
 
-def test_one_weight_file_has_its_own_sha256(root: Path) -> None:
-    assert resolve_model("tiny-a", root).sha256 == hashlib.sha256(b"a").hexdigest()
+def test_a_gguf_file_has_its_own_sha256(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert weights_sha256(tmp_path / "model.gguf") == hashlib.sha256(b"GGUF").hexdigest()
 
 
-def test_several_weight_files_hash_in_name_order_with_their_names(root: Path) -> None:
+def test_a_directory_hashes_weights_and_configuration_in_name_order_with_their_names(root: Path) -> None:
     directory = root / "golden" / "checkpoints" / "tiny-a"
-    before = weights_sha256(directory)
     (directory / "more.safetensors").write_bytes(b"x")
-    two = weights_sha256(directory)
-    lines = "".join(
-        f"{hashlib.sha256(data).hexdigest()}  {name}\n"
-        for name, data in (("model.safetensors", b"a"), ("more.safetensors", b"x"))
-    )
-    assert two == hashlib.sha256(lines.encode()).hexdigest() != before
+    (directory / "README.md").write_text("not part of the model")
+    names = sorted(["config.json", "model.safetensors", "more.safetensors"])
+    lines = "".join(f"{hashlib.sha256((directory / n).read_bytes()).hexdigest()}  {n}\n" for n in names)
+    before = weights_sha256(directory)
+    assert before == hashlib.sha256(lines.encode()).hexdigest()
     (directory / "more.safetensors").rename(directory / "other.safetensors")
-    assert weights_sha256(directory) != two
+    assert weights_sha256(directory) != before
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_another_configuration_is_another_model(root: Path, name: str) -> None:
+    before = resolve_model("tiny-a", root).sha256
+    (root / "golden" / "checkpoints" / "tiny-a" / name).write_text('{"rms_norm_eps": 0.0001}')
+    assert resolve_model("tiny-a", root).sha256 != before
 
 
 def test_changed_weights_change_the_digest_although_it_is_cached(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -735,11 +736,14 @@ def counting_calls() -> Iterator[list[str]]:
         if event in ("call", "c_call"):
             calls.append(event)
 
+    gc.collect()
+    gc.disable()  # a collection in between would call finalizers of other tests' leftovers
     sys.setprofile(profile)
     try:
         yield calls
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def calls_of_three_steps(bench: Bench, num_waiting: int) -> int:

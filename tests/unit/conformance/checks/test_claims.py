@@ -63,7 +63,7 @@ def test_a_chunked_arm_splits_every_longer_prompt_and_keeps_its_budget() -> None
 def test_a_prompt_that_fits_or_was_partly_cached_need_not_be_split() -> None:
     assert problem(arm("chunk=7", planned(("red", 0, 7)))) is None
     hit = {"event": "prefix_hit", "request_id": "red", "num_tokens": 4, "resumed": False}
-    assert problem(arm("chunk=4", hit, planned(("red", 4, 3)))) is None
+    assert problem(arm("chunk=4", hit, planned(("red", 3, 4)))) is None
 
 
 @pytest.mark.parametrize(
@@ -124,5 +124,22 @@ def test_a_poisoned_arm_filled_some_slot() -> None:
     assert problem(replace(one, operations=(ran,))) is None
 
 
-def test_the_order_of_submission_is_the_runners_to_prove() -> None:
-    assert problem(arm("order=reversed")) is None
+def test_a_budget_that_never_mattered_is_no_chunked_arm() -> None:
+    assert "never mattered" in problem(arm("chunk=64", planned(("red", 0, 7)), planned(("red", 7, 1))))
+
+
+@pytest.mark.parametrize(
+    ("order", "fired"),
+    [(["blue", "red"], True), (["red", "blue"], False), (["red"], False), (["blue", "red", "red"], False)],
+)
+def test_a_reordered_arm_submits_the_same_requests_in_another_order(order: list[str], fired: bool) -> None:
+    free = make_pass("free", [RED, BLUE])
+    one = make_pass("order=reversed", [RED, BLUE], operations=(Operation("submit", order), Operation("run")))
+    case = Case(make_history([free, one]), records_of())
+    assert (not_fired(case, one, "order", "reversed", ("red", "blue")) is None) is fired
+
+
+def test_a_single_request_has_no_order_to_change() -> None:
+    free, one = make_pass("free", [RED]), make_pass("order=reversed", [RED])
+    case = Case(make_history([free, one]), records_of())
+    assert not_fired(case, one, "order", "reversed", ("red",)) is not None

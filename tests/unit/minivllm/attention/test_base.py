@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from minivllm.attention import AttentionMetadata, KVCache
+from minivllm.attention import AttentionMetadata, KVCache, base
+from minivllm.attention.base import PagedBackend
 from minivllm.errors import InvariantError
 
 
@@ -39,3 +41,54 @@ def test_a_table_that_cannot_hold_the_tokens_is_a_bug_and_says_so(
 ) -> None:
     with pytest.raises(InvariantError, match=r"'a' needs 2 blocks of 1 … 8 for 4 tokens"):
         AttentionMetadata.from_requests([schedule("a", 3, 4, table)], cache)
+
+
+class Recorder(PagedBackend):
+    """Remembers the shapes of the groups; attention is a sum of what it may look at."""
+
+    name = "recorder"
+    batches_decode = True
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(cache)
+        self.groups: list[tuple[int, ...]] = []
+
+    def mask(self, hidden: Tensor) -> Tensor | None:
+        return hidden
+
+    def attend_group(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        assert mask is not None
+        self.groups.append((q.shape[0], q.shape[1], k.shape[1]))
+        seen = (~mask).to(v.dtype)[..., None, None] * v[:, None]
+        return scale * seen.sum(2).repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+
+
+def test_decode_rows_of_like_length_are_grouped_and_chunks_are_not(config: Any, schedule: Any) -> None:
+    cache = KVCache(config(), num_blocks=400, block_size=3, dtype=torch.float32, device=torch.device("cpu"))
+    cache.poison(range(400), {})
+    spans = [(299, 300), (0, 5), (9, 10), (239, 240), (0, 1), (4, 6), (89, 90), (69, 70)]
+    tables, free = [], iter(range(399, 0, -1))
+    for _, end in spans:
+        tables.append(tuple(next(free) for _ in range(-(-end // 3))))
+    for table, (_, end) in zip(tables, spans, strict=True):
+        rows = torch.ones(end, 2, 32)
+        cache.write(0, cache.slots(table, 0, end), rows, rows)
+    backend = Recorder(cache)
+    requests = [schedule(str(i), s, e, tables[i]) for i, (s, e) in enumerate(spans)]
+    plan = backend.plan(AttentionMetadata.from_requests(requests, cache))
+    out = plan.attend(0, torch.zeros(sum(e - s for s, e in spans), 4, 32), 0.5)
+    assert sorted(backend.groups) == sorted([(1, 5, 5), (1, 2, 6), (2, 1, 300), (2, 1, 90), (2, 1, 10)])
+    expected = [0.5 * (position + 1) for start, end in spans for position in range(start, end)]
+    assert out[:, 0].tolist() == expected
+    assert torch.equal(out, out[:, :1].expand(-1, 128))
+
+
+def test_the_memory_of_a_group_is_bounded(
+    config: Any, schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "MAX_GROUP_KEYS", 25)
+    cache = KVCache(config(), num_blocks=9, block_size=12, dtype=torch.float32, device=torch.device("cpu"))
+    backend = Recorder(cache)
+    requests = [schedule(str(i), 9, 10, (i + 1,)) for i in range(5)]
+    backend.plan(AttentionMetadata.from_requests(requests, cache)).attend(0, torch.zeros(5, 4, 32), 1.0)
+    assert backend.groups == [(2, 1, 10), (2, 1, 10), (1, 1, 10)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name every PyTorch reader knows
@@ -12,6 +14,13 @@ from minivllm.layers import probe as module
 from minivllm.layers.probe import LinearShape, cancelling, linear_shapes, probe, probe_linear, threads
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_remembered_answers() -> Iterator[None]:
+    module._probe_shapes.cache_clear()
+    yield
+    module._probe_shapes.cache_clear()
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -80,10 +89,8 @@ def test_a_dependence_on_the_number_of_threads_is_seen(monkeypatch: pytest.Monke
         return F.linear(x.double(), weight.double()).to(x.dtype) + torch.get_num_threads()
 
     monkeypatch.setattr(module, "padded_linear", linear)
-    with threads(1):
-        assert probe_linear(LinearShape(24, 40), torch.float32, CPU, 4, 64)
-    with threads(2):
-        assert not probe_linear(LinearShape(24, 40), torch.float32, CPU, 4, 64)
+    assert probe_linear(LinearShape(24, 40), torch.float32, CPU, 4, 64, most_threads=1)
+    assert not probe_linear(LinearShape(24, 40), torch.float32, CPU, 4, 64, most_threads=2)
 
 
 def test_the_most_rows_of_a_step_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +101,7 @@ def test_the_most_rows_of_a_step_are_probed(monkeypatch: pytest.MonkeyPatch) -> 
         return torch.zeros(x.shape[0], weight.shape[0])
 
     monkeypatch.setattr(module, "padded_linear", linear)
-    assert probe_linear(LinearShape(24, 40), torch.float32, CPU, 4, 777)
+    assert probe_linear(LinearShape(24, 40), torch.float32, CPU, 4, 777, most_threads=1)
     assert {1, 4, 8, 32, 777} <= set(seen)
     assert max(seen) == 777
 
@@ -126,3 +133,11 @@ def test_the_number_of_threads_is_put_back_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="inside"):
         fail()
     assert torch.get_num_threads() == before
+
+
+def test_a_process_asks_once_per_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = probe(model(), max_rows=64)
+    monkeypatch.setattr(module, "padded_linear", good_from(64))
+    assert probe(model(), max_rows=64) is first
+    with pytest.raises(ConfigError):
+        probe(model(), max_rows=65)

@@ -1,0 +1,262 @@
+"""Hugging Face Transformers as an engine to be judged: one request at a time, eager or sdpa.
+
+It decodes with `generate` and its cache, so it is not the reference it is judged by: that one is
+computed in float64, in one forward pass.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import Tensor
+
+from conformance.adapters.base import (
+    Capabilities,
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    ModelSource,
+    TokenLogprob,
+)
+from conformance.hf_models import HFModel, NoTruth, load_hf, load_tokenizer, prompt_token_ids
+
+__all__ = ["HFAdapter", "HFSdpaAdapter"]
+
+#: How many loaded models are kept, as one scenario loads the same model for each of its passes.
+KEPT_MODELS = 2
+
+#: Sampling parameters of a request that `generate` serves here; greedy only.
+_SERVED = frozenset(
+    {
+        "temperature",
+        "max_tokens",
+        "ignore_eos",
+        "stop",
+        "stop_token_ids",
+        "logprobs",
+        "prompt_logprobs",
+        "seed",
+        "detokenize",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+    }
+)
+
+_models: OrderedDict[tuple[str, str, str], tuple[HFModel, Any]] = OrderedDict()
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Generated ids and the float32 logits that chose each, [generated, vocab]."""
+
+    tokens: list[int]
+    logits: Tensor
+
+
+class HFAdapter:
+    """Transformers with eager attention. Options: "dtype"; "device" must be auto or cpu."""
+
+    attention: ClassVar[str] = "eager"
+    name: ClassVar[str] = "hf"
+
+    def __init__(self, model: ModelSource, options: Mapping[str, Any]) -> None:
+        self._source = model
+        self._dtype = str(options.get("dtype", "float32"))
+        self._device = str(options.get("device", "auto"))
+        self._model: HFModel | None = None
+        self._tokenizer: Any = None
+
+    def __enter__(self) -> HFAdapter:
+        if self._device not in ("auto", "cpu"):
+            raise ValueError(f"this adapter runs on the cpu only, got device {self._device!r}")
+        transformers.utils.logging.disable_progress_bar()
+        key = (str(self._source.path), self._dtype, self.attention)
+        if key not in _models:
+            loaded = load_hf(self._source.path, getattr(torch, self._dtype), self.attention)
+            _models[key] = (loaded, load_tokenizer(self._source.path))
+            while len(_models) > KEPT_MODELS:
+                _models.popitem(last=False)
+        _models.move_to_end(key)
+        self._model, self._tokenizer = _models[key]
+        if self._source.sha256.startswith("damaged-"):
+            del _models[key]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._model = self._tokenizer = None
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            engine=self.name,
+            version=transformers.__version__,
+            dtypes=("float32", "bfloat16"),
+            features=frozenset(
+                {
+                    "token_ids",
+                    "text",
+                    "chat",
+                    "output_ids",
+                    "logprobs",
+                    "prompt_logprobs",
+                    "forced_decode",
+                    "stop_strings",
+                }
+            ),
+            missing={"sampling": "greedy only: its random numbers are not ours"},
+        )
+
+    def generate(self, requests: Sequence[EngineRequest]) -> list[EngineOutput]:
+        return [self._serve(request) for request in requests]
+
+    @torch.no_grad()
+    def _serve(self, request: EngineRequest) -> EngineOutput:
+        try:
+            unknown = sorted(set(request.sampling) - _SERVED)
+            if unknown:
+                raise NoTruth(f"sampling parameters {unknown} are not served by this adapter")
+            prompt = self._prompt(request)
+            answer = (
+                self._forced(request, prompt) if request.forced_token_ids else self._decode(request, prompt)
+            )
+        except (NoTruth, ValueError) as error:
+            refusal = EngineError(type(error).__name__, str(error))
+            return EngineOutput(request.request_id, "", True, error=refusal)
+        text, reason, stop_reason = self._ending(request, answer.tokens)
+        return EngineOutput(
+            request_id=request.request_id,
+            text=text,
+            finished=True,
+            prompt_token_ids=tuple(prompt),
+            token_ids=tuple(answer.tokens),
+            choice_token_ids=tuple(answer.logits.argmax(dim=-1).tolist()),
+            logprobs=_logprobs(answer.logits, answer.tokens, request.sampling.get("logprobs")),
+            prompt_logprobs=self._prompt_logprobs(request, prompt),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=0,
+        )
+
+    # ---- computing ------------------------------------------------------------------------------
+
+    def _decode(self, request: EngineRequest, prompt: Sequence[int]) -> _Answer:
+        """Greedy decoding with the cache, by `generate`."""
+        sampling = request.sampling
+        config = transformers.GenerationConfig(
+            do_sample=False,
+            max_new_tokens=sampling["max_tokens"],
+            eos_token_id=sorted(self._ends(request)) or None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+            stop_strings=_stop_strings(request) or None,
+        )
+        ids = torch.tensor([list(prompt)])
+        answer = self._loaded.module.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),  # without one, pad ids in a prompt count as padding
+            generation_config=config,
+            tokenizer=self._tokenizer,
+        )
+        tokens = answer.sequences[0, len(prompt) :].tolist()
+        return _Answer(tokens, torch.cat(answer.logits).float())
+
+    def _forced(self, request: EngineRequest, prompt: Sequence[int]) -> _Answer:
+        """One full forward pass along the forced ids."""
+        forced = list(request.forced_token_ids or ())[: request.sampling["max_tokens"]]
+        rows = self._rows([*prompt, *forced])
+        return _Answer(forced, rows[len(prompt) - 1 : -1])
+
+    def _rows(self, token_ids: Sequence[int]) -> Tensor:
+        logits: Tensor = self._loaded.module(
+            input_ids=torch.tensor([list(token_ids)]), use_cache=False
+        ).logits[0]
+        return logits.float()
+
+    def _prompt_logprobs(
+        self, request: EngineRequest, prompt: Sequence[int]
+    ) -> tuple[tuple[TokenLogprob, ...] | None, ...] | None:
+        count = request.sampling.get("prompt_logprobs")
+        if count is None:
+            return None
+        entries = _logprobs(self._rows(prompt)[:-1], prompt[1:], count)
+        return (None, *(entries or ()))
+
+    # ---- words ----------------------------------------------------------------------------------
+
+    def _prompt(self, request: EngineRequest) -> tuple[int, ...]:
+        if request.prompt_token_ids is not None:
+            return prompt_token_ids(self._tokenizer, {"token_ids": request.prompt_token_ids})
+        if request.chat is not None:
+            return prompt_token_ids(self._tokenizer, {"messages": [dict(m) for m in request.chat]})
+        return prompt_token_ids(self._tokenizer, {"text": request.text})
+
+    def _ends(self, request: EngineRequest) -> set[int]:
+        eos = set() if request.sampling.get("ignore_eos") else set(self._loaded.eos_token_ids)
+        return eos | set(request.sampling.get("stop_token_ids") or ())
+
+    def _ending(self, request: EngineRequest, tokens: Sequence[int]) -> tuple[str, str, int | str | None]:
+        """Text, finish reason and stop reason of generated ids."""
+        eos = () if request.sampling.get("ignore_eos") else self._loaded.eos_token_ids
+        stopped = bool(tokens) and tokens[-1] in self._ends(request)
+        text = self._text(request, tokens[:-1] if stopped else tokens)
+        if stopped:
+            return text, "stop", None if tokens[-1] in eos else tokens[-1]
+        found = [(text.find(stop), stop) for stop in _stop_strings(request) if stop in text]
+        if found:
+            at, stop = min(found, key=lambda item: (item[0] + len(item[1]), item[0]))
+            kept = at + len(stop) if request.sampling.get("include_stop_str_in_output") else at
+            return text[:kept], "stop", stop
+        return text, "length", None
+
+    def _text(self, request: EngineRequest, tokens: Sequence[int]) -> str:
+        if self._tokenizer is None or request.sampling.get("detokenize") is False:
+            return ""
+        text: str = self._tokenizer.decode(
+            list(tokens),
+            skip_special_tokens=request.sampling.get("skip_special_tokens", True),
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    @property
+    def _loaded(self) -> HFModel:
+        if self._model is None:
+            raise RuntimeError("the adapter is not entered: use it in a `with` statement")
+        return self._model
+
+
+class HFSdpaAdapter(HFAdapter):
+    """Transformers with torch's scaled dot product attention."""
+
+    attention: ClassVar[str] = "sdpa"
+    name: ClassVar[str] = "hf-sdpa"
+
+
+def _stop_strings(request: EngineRequest) -> list[str]:
+    stop = request.sampling.get("stop") or []
+    return [stop] if isinstance(stop, str) else list(stop)
+
+
+def _logprobs(
+    logits: Tensor, tokens: Sequence[int], count: int | None
+) -> tuple[tuple[TokenLogprob, ...], ...] | None:
+    """Per row the `count` most likely tokens, and the row's own token if it is not among them."""
+    if count is None:
+        return None
+    table = torch.log_softmax(logits.float(), dim=-1)
+    rows = []
+    for row, token in zip(table, tokens, strict=True):
+        order = torch.sort(row, descending=True, stable=True).indices.tolist()
+        kept = order if count == -1 else order[:count]
+        ids = kept if token in kept else [*kept, token]
+        rank = {i: n for n, i in enumerate(order, 1)}
+        rows.append(tuple(TokenLogprob(i, float(row[i]), rank[i]) for i in ids))
+    return tuple(rows)

@@ -1,0 +1,270 @@
+"""The command `conformance`.
+
+Exit status: 0 nothing failed, 1 something failed, 2 the command or a scenario file is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from conformance import EDITION
+from conformance.adapters.base import Capabilities
+from conformance.archive import ArchiveError, read_histories
+from conformance.catalogue import lint_suite, print_explanation, print_list
+from conformance.engines import EngineNotFound, engine_names, find_engine
+from conformance.environment import describe_environment
+from conformance.models import ModelUnavailable, export_models, list_models, resolve_model
+from conformance.paths import DataMissing, data_root
+from conformance.report import as_json, as_junit, print_case, print_summary, run_fails
+from conformance.runner import EngineFactory
+from conformance.scenario import PROFILES, Scenario, ScenarioError, load_scenarios
+from conformance.store import RecordError, RecordStore
+from conformance.suite import (
+    Case,
+    Outcome,
+    Selection,
+    SelectionError,
+    apply_waivers,
+    judge_history,
+    run_case,
+    select,
+)
+from conformance.waivers import Waiver, WaiverError, load_waivers
+
+__all__ = ["main", "parser"]
+
+_USAGE_ERRORS = (
+    ArchiveError,
+    DataMissing,
+    EngineNotFound,
+    ModelUnavailable,
+    RecordError,
+    ScenarioError,
+    SelectionError,
+    WaiverError,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["golden"]:
+        # Recording needs torch and Transformers; nothing else here does.
+        from conformance.golden_cli import main as golden
+
+        return golden(arguments[1:])
+    args = parser().parse_args(arguments)
+    console = Console(highlight=False)
+    try:
+        return int(args.command(args, console))
+    except _USAGE_ERRORS as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+
+
+# ---- commands -----------------------------------------------------------------------------------
+
+
+def _run(args: argparse.Namespace, console: Console) -> int:
+    scenarios, store = _scenarios(args), RecordStore(args.data)
+    waivers = load_waivers(args.waivers) if args.waivers else []
+    cases = select(scenarios, _selection(args))
+    factory = find_engine(args.engine)
+    outcomes: list[Outcome] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.label)
+            outcome = run_case(
+                case, factory, store, strict=args.strict, root=args.data, histories=args.history
+            )
+            outcomes.append(outcome)
+            progress.advance(task)
+            waived, _ = apply_waivers([outcome], waivers, [])
+            print_case(console, waived[0])
+    capabilities = _capabilities(factory, cases, args.data)
+    return _finish(args, console, outcomes, waivers, [s.id for s in scenarios], capabilities)
+
+
+def _recheck(args: argparse.Namespace, console: Console) -> int:
+    scenarios, store = _scenarios(args), RecordStore(args.data)
+    waivers = load_waivers(args.waivers) if args.waivers else []
+    by_id = {scenario.id: scenario for scenario in scenarios}
+    outcomes = []
+    for history in read_histories(args.directory):
+        if history.scenario not in by_id:
+            raise SelectionError(f"a history is about {history.scenario!r}, which the suite does not have")
+        scenario = by_id[history.scenario]
+        judgement = judge_history(history, scenario, store, strict=args.strict)
+        outcome = Outcome(Case(scenario, history.point), judgement, sum(p.seconds for p in history.passes))
+        outcomes.append(outcome)
+        print_case(console, apply_waivers([outcome], waivers, [])[0][0])
+    return _finish(args, console, outcomes, waivers, list(by_id), None)
+
+
+def _finish(
+    args: argparse.Namespace,
+    console: Console,
+    outcomes: Sequence[Outcome],
+    waivers: Sequence[Waiver],
+    known: Sequence[str],
+    capabilities: Capabilities | None,
+) -> int:
+    final, stale = apply_waivers(outcomes, waivers, known)
+    should: Mapping[str, bool] = {"strict_should": args.strict_should}
+    print_summary(console, final, stale, capabilities, **should)
+    if args.json:
+        environment = describe_environment()
+        args.json.write_text(as_json(final, stale, capabilities, environment, **should), encoding="utf-8")
+    if args.junit:
+        args.junit.write_text(as_junit(final, stale), encoding="utf-8")
+    return 1 if run_fails(final, stale, **should) else 0
+
+
+def _list(args: argparse.Namespace, console: Console) -> int:
+    print_list(console, select(_scenarios(args), _selection(args)), cost=args.cost)
+    return 0
+
+
+def _explain(args: argparse.Namespace, console: Console) -> int:
+    scenarios = _scenarios(args)
+    select(scenarios, Selection(ids=(args.id,)))  # an unknown id is told as everywhere
+    for scenario in scenarios:
+        if scenario.id == args.id:
+            print_explanation(console, scenario)
+    return 0
+
+
+def _lint(args: argparse.Namespace, console: Console) -> int:
+    scenarios = _scenarios(args)
+    problems = lint_suite(scenarios, RecordStore(args.data), args.data)
+    for problem in problems:
+        console.print(problem, markup=False, soft_wrap=True)
+    console.print(f"{len(scenarios)} scenarios, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+def _models(args: argparse.Namespace, console: Console) -> int:
+    if args.action == "list":
+        for listing in list_models(args.data):
+            where = listing.missing if listing.path is None else str(listing.path)
+            console.print(f"{listing.name}  {where}", markup=False, soft_wrap=True)
+    elif args.action == "path":
+        console.print(str(resolve_model(args.name, args.data).path), markup=False, soft_wrap=True)
+    else:
+        for path in export_models(args.directory, args.names, args.data):
+            console.print(str(path), markup=False, soft_wrap=True)
+    return 0
+
+
+# ---- arguments ----------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: every command and option."""
+    root = argparse.ArgumentParser(prog="conformance", description=__doc__)
+    root.add_argument("--version", action="version", version=f"conformance suite {EDITION}")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run scenarios on an engine and judge it")
+    run.set_defaults(command=_run)
+    _add_selection(run)
+    engines = ", ".join(engine_names())
+    run.add_argument("--engine", default="minivllm", help=f"{engines}, or package.module:Class")
+    run.add_argument("--history", type=Path, metavar="DIR", help="save what happened, for recheck")
+    _add_reporting(run)
+
+    recheck = commands.add_parser("recheck", help="judge saved histories again, without an engine")
+    recheck.set_defaults(command=_recheck)
+    recheck.add_argument("directory", type=Path)
+    _add_reporting(recheck)
+
+    listing = commands.add_parser("list", help="list scenarios")
+    listing.set_defaults(command=_list)
+    _add_selection(listing)
+    listing.add_argument("--cost", action="store_true", help="show passes and tokens to compute")
+
+    explain = commands.add_parser("explain", help="tell what a scenario demands, and whose rule it is")
+    explain.set_defaults(command=_explain)
+    explain.add_argument("id")
+
+    lint = commands.add_parser("lint", help="check the scenario files and that their goldens exist")
+    lint.set_defaults(command=_lint)
+
+    models = commands.add_parser("models", help="list, find or copy the checkpoints")
+    models.set_defaults(command=_models)
+    actions = models.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="every model, and where it is or how to get it")
+    path = actions.add_parser("path", help="print where a model is")
+    path.add_argument("name")
+    export = actions.add_parser("export", help="copy models to a directory")
+    export.add_argument("directory", type=Path)
+    export.add_argument("names", nargs="*", help="which; none means all that are here")
+
+    commands.add_parser("golden", help="record, verify or update golden records", add_help=False)
+    for command in (run, recheck, listing, explain, lint, models):
+        command.add_argument(
+            "--data", type=Path, metavar="DIR", help="directory with golden/ and scenarios/ (the suite's own)"
+        )
+    return root
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ids", nargs="*", help="scenario ids or patterns; with any, --profile is ignored")
+    parser.add_argument("--only", action="append", default=[], metavar="ID", help="the same as an id")
+    parser.add_argument("--profile", choices=PROFILES, default="default")
+    parser.add_argument("--area", action="append", default=[], help="first part of the id; may be repeated")
+    parser.add_argument("--model", action="append", default=[], help="only these models; may be repeated")
+    parser.add_argument("--device", help="where device is auto: this one (cpu, cuda, mps)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="instead of the scenario's")
+    parser.add_argument(
+        "--point", action="append", default=[], metavar="OPTION=VALUE", help="only points with this value"
+    )
+
+
+def _add_reporting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--strict", action="store_true", help="minivllm's own bar: 2 × the eager cached arm")
+    parser.add_argument("--strict-should", action="store_true", help="a failed `should` fails the run")
+    parser.add_argument("--waivers", type=Path, metavar="FILE", help="known failures of this engine")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+
+
+def _selection(args: argparse.Namespace) -> Selection:
+    point = {}
+    for item in args.point:
+        option, equals, value = item.partition("=")
+        if not equals:
+            raise SelectionError(f"--point takes OPTION=VALUE, got {item!r}")
+        point[option] = value
+    return Selection(
+        profile=args.profile,
+        ids=(*args.ids, *args.only),
+        areas=tuple(args.area),
+        models=tuple(args.model),
+        device=args.device,
+        dtype=args.dtype,
+        point=point,
+    )
+
+
+def _scenarios(args: argparse.Namespace) -> list[Scenario]:
+    return load_scenarios((args.data or data_root()) / "scenarios")
+
+
+def _capabilities(factory: EngineFactory, cases: Sequence[Case], root: Path | None) -> Capabilities | None:
+    """What the engine says of itself, for the report; None if no model of the run is here."""
+    for case in cases:
+        try:
+            source = resolve_model(case.point["model"], root)
+        except ModelUnavailable:
+            continue
+        return factory(source, {"dtype": case.point["dtype"], "device": case.point["device"]}).capabilities()
+    return None

@@ -1,0 +1,214 @@
+"""What a run prints: one line per case, then what failed, then what the run could have seen."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from conformance import EDITION
+from conformance.adapters.base import Capabilities
+from conformance.suite import Outcome
+from conformance.verdicts import Finding, Judgement, Verdict
+from conformance.waivers import Waiver
+
+__all__ = ["as_json", "as_junit", "print_case", "print_summary", "run_fails"]
+
+_COLOURS: Mapping[Verdict, str] = {
+    Verdict.PASS: "green",
+    Verdict.NOISE: "green",
+    Verdict.WEAK: "yellow",
+    Verdict.SKIP: "dim",
+    Verdict.WAIVED: "yellow",
+    Verdict.STALE: "red",
+    Verdict.FAIL: "bold red",
+    Verdict.ERROR: "bold magenta",
+}
+
+
+def run_fails(
+    outcomes: Sequence[Outcome], stale: Sequence[tuple[Waiver, str]], *, strict_should: bool = False
+) -> bool:
+    """Whether the run as a whole failed."""
+    return bool(stale) or any(outcome.judgement.fails_run(strict_should) for outcome in outcomes)
+
+
+def print_case(console: Console, outcome: Outcome) -> None:
+    """One line, and for anything but an agreement the reasons below it."""
+    head = f"{_word(outcome.verdict)} {escape(outcome.case.label)}  [dim]{outcome.seconds:.1f} s[/dim]"
+    console.print(head, highlight=False, soft_wrap=True)
+    if outcome.waiver is not None:
+        waiver = outcome.waiver
+        console.print(f"       waived: {escape(waiver.reason)} ({escape(waiver.issue)})", soft_wrap=True)
+    for finding in telling(outcome.judgement):
+        console.print(f"       {escape(_sentence(finding))}", highlight=False, soft_wrap=True)
+        for line in _triage_lines(finding):
+            console.print(f"         {escape(line)}", highlight=False, soft_wrap=True)
+    command = reproduce(outcome)
+    if command is not None:
+        console.print(f"       again: {escape(command)}", highlight=False, soft_wrap=True)
+
+
+def print_summary(
+    console: Console,
+    outcomes: Sequence[Outcome],
+    stale: Sequence[tuple[Waiver, str]],
+    engine: Capabilities | None,
+    *,
+    strict_should: bool = False,
+) -> None:
+    """The table by area, stale waivers, the power line and the last word."""
+    used = [verdict for verdict in Verdict if any(o.verdict is verdict for o in outcomes)]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("area")
+    for verdict in used:
+        table.add_column(verdict.value, justify="right", style=_COLOURS[verdict])
+    table.add_column("seconds", justify="right")
+    areas: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        areas[outcome.case.scenario.area].append(outcome)
+    for area, group in [*sorted(areas.items()), ("all", list(outcomes))]:
+        counts = Counter(outcome.verdict for outcome in group)
+        numbers = [str(counts[verdict] or "") for verdict in used]
+        table.add_row(area, *numbers, f"{sum(outcome.seconds for outcome in group):.1f}")
+    console.print()
+    console.print(table)
+    for waiver, why in stale:
+        text = f"waiver on line {waiver.line} ({escape(waiver.scenario)}): {escape(why)}"
+        console.print(f"{_word(Verdict.STALE)} {text}", soft_wrap=True)
+    console.print(power_line(outcomes), highlight=False, soft_wrap=True)
+    name = f"{engine.engine} {engine.version}" if engine is not None else "saved histories"
+    word = "FAILED" if run_fails(outcomes, stale, strict_should=strict_should) else "passed"
+    console.print(f"{escape(name)}, suite {EDITION}: {word}", highlight=False)
+
+
+def power_line(outcomes: Sequence[Outcome]) -> str:
+    """What the run could have seen: kinds of fault by the number of cases that would show them."""
+    judged = [o.judgement.power for o in outcomes if o.verdict is not Verdict.SKIP]
+    kinds = Counter(kind for power in judged for kind in power.kinds)
+    positions = sum(power.judged for power in judged)
+    shown = ", ".join(f"{kind} in {count}" for kind, count in kinds.most_common()) or "nothing"
+    text = f"Power: of {len(judged)} cases judged, a fault would have shown by {shown}"
+    if positions:
+        decided, unjudged = (sum(getattr(p, name) for p in judged) for name in ("decided", "unjudged"))
+        text += f"; {decided} of {positions} positions had one right answer, {unjudged} were not judged"
+    blind = Counter(reason for power in judged if not power.kinds for reason in power.blind.values())
+    if blind:
+        text += f"; blind: {'; '.join(reason for reason, _ in blind.most_common(3))}"
+    return text + "."
+
+
+def telling(judgement: Judgement) -> list[Finding]:
+    """The findings that explain a verdict other than PASS; the worst first, each message once."""
+    wanted = [f for f in judgement.findings if f.verdict not in (Verdict.PASS, Verdict.NOISE)]
+    wanted.sort(key=lambda f: -f.verdict.severity)
+    return list({(f.verdict, f.check, f.request, f.message): f for f in wanted}.values())
+
+
+def reproduce(outcome: Outcome) -> str | None:
+    """The one command that shows a failure again."""
+    return next((f.reproduce for f in outcome.judgement.findings if f.reproduce), None)
+
+
+def as_json(
+    outcomes: Sequence[Outcome],
+    stale: Sequence[tuple[Waiver, str]],
+    engine: Capabilities | None,
+    environment: Mapping[str, str],
+    *,
+    strict_should: bool = False,
+) -> str:
+    """The whole run as JSON, for programs."""
+    return json.dumps(
+        {
+            "suite": EDITION,
+            "failed": run_fails(outcomes, stale, strict_should=strict_should),
+            "engine": None if engine is None else {"name": engine.engine, "version": engine.version},
+            "environment": dict(environment),
+            "cases": [_plain_case(outcome) for outcome in outcomes],
+            "stale_waivers": [{"line": w.line, "scenario": w.scenario, "why": why} for w, why in stale],
+            "power": power_line(outcomes),
+        },
+        indent=1,
+        default=_plain,
+    )
+
+
+def as_junit(outcomes: Sequence[Outcome], stale: Sequence[tuple[Waiver, str]]) -> str:
+    """The run as JUnit XML: one suite per area, one case per scenario and point."""
+    root = ElementTree.Element("testsuites", name="conformance")
+    areas: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        areas[outcome.case.scenario.area].append(outcome)
+    for area, group in sorted(areas.items()):
+        suite = ElementTree.SubElement(root, "testsuite", name=area, tests=str(len(group)))
+        for outcome in group:
+            case = ElementTree.SubElement(
+                suite,
+                "testcase",
+                classname=outcome.case.scenario.id.replace("/", "."),
+                name=outcome.case.label,
+                time=f"{outcome.seconds:.3f}",
+            )
+            text = "\n".join(_sentence(finding) for finding in telling(outcome.judgement))
+            tag = {
+                Verdict.FAIL: "failure",
+                Verdict.ERROR: "error",
+                Verdict.SKIP: "skipped",
+                Verdict.WAIVED: "skipped",
+            }.get(outcome.verdict)
+            if tag is not None:
+                ElementTree.SubElement(case, tag, message=outcome.verdict.value).text = text
+            elif text:
+                ElementTree.SubElement(case, "system-out").text = text
+    if stale:
+        suite = ElementTree.SubElement(root, "testsuite", name="waivers", tests=str(len(stale)))
+        for waiver, why in stale:
+            case = ElementTree.SubElement(suite, "testcase", classname="waivers", name=waiver.scenario)
+            ElementTree.SubElement(case, "failure", message=Verdict.STALE.value).text = why
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _word(verdict: Verdict) -> str:
+    return f"[{_COLOURS[verdict]}]{verdict.value:<6}[/]"
+
+
+def _sentence(finding: Finding) -> str:
+    who = f" {finding.request}" if finding.request else ""
+    return f"{finding.verdict.value} {finding.check}{who}: {finding.message}"
+
+
+def _triage_lines(finding: Finding) -> list[str]:
+    triage = finding.detail.get("triage")
+    if isinstance(triage, Mapping):
+        return [f"triage: {triage['text']}"]
+    return [] if triage is None else [f"triage: {triage}"]
+
+
+def _plain_case(outcome: Outcome) -> dict[str, Any]:
+    case, judgement = outcome.case, outcome.judgement
+    return {
+        "scenario": case.scenario.id,
+        "area": case.scenario.area,
+        "level": judgement.level,
+        "point": dict(case.point),
+        "verdict": outcome.verdict.value,
+        "seconds": round(outcome.seconds, 3),
+        "waiver": None if outcome.waiver is None else asdict(outcome.waiver),
+        "reproduce": reproduce(outcome),
+        "power": asdict(judgement.power),
+        "findings": [{**asdict(f), "verdict": f.verdict.value} for f in judgement.findings],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy, and whatever else a check put into its details."""
+    return value.item() if hasattr(value, "item") else str(value)

@@ -1,0 +1,218 @@
+"""Selects scenarios and points, runs and judges them, and applies waivers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from conformance.archive import write_history
+from conformance.checks import judge
+from conformance.history import History
+from conformance.models import ModelUnavailable, resolve_model
+from conformance.runner import EngineFactory, Skipped, run_scenario
+from conformance.scenario import Scenario
+from conformance.store import RecordStore
+from conformance.verdicts import Finding, Judgement, Power, Verdict
+from conformance.waivers import Waiver
+
+__all__ = [
+    "Case",
+    "Outcome",
+    "Selection",
+    "SelectionError",
+    "apply_waivers",
+    "judge_history",
+    "point_label",
+    "run_case",
+    "select",
+]
+
+
+class SelectionError(ValueError):
+    """The selection names something that does not exist, or selects nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which scenarios at which points; every given criterion must hold.
+
+    Attributes:
+        ids: ids or shell patterns; when given, the profile does not matter.
+        device, dtype: run there instead of where the scenario says.
+        point: option → value (as text) that the point must have.
+    """
+
+    profile: str = "default"
+    ids: tuple[str, ...] = ()
+    areas: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    device: str | None = None
+    dtype: str | None = None
+    point: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One scenario at one point: the unit that gets a verdict."""
+
+    scenario: Scenario
+    point: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        return self.scenario.id + point_label(self.scenario, self.point)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one case. `waiver` is set where it was waived."""
+
+    case: Case
+    judgement: Judgement
+    seconds: float
+    waiver: Waiver | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.judgement.verdict
+
+
+def point_label(scenario: Scenario, point: Mapping[str, Any]) -> str:
+    """The point's values on axes that have several, as "[a=1, b=2]"; "" if there are none."""
+    axes = {"model": scenario.models, "dtype": scenario.dtypes, **scenario.matrix}
+    shown = [f"{axis}={point[axis]}" for axis, values in axes.items() if len(values) > 1 and axis in point]
+    return f"[{', '.join(shown)}]" if shown else ""
+
+
+def select(scenarios: Sequence[Scenario], selection: Selection) -> list[Case]:
+    """The cases a selection means, in order of scenario id.
+
+    Raises:
+        SelectionError: an id, pattern, area or model matches nothing, or nothing is left.
+    """
+    for pattern in selection.ids:
+        if not any(fnmatchcase(s.id, pattern) for s in scenarios):
+            raise SelectionError(f"no scenario matches {pattern!r}; see: conformance list")
+    areas = {s.area for s in scenarios}
+    for area in selection.areas:
+        if area not in areas:
+            raise SelectionError(f"no area {area!r}; areas are {', '.join(sorted(areas))}")
+    cases = []
+    for scenario in scenarios:
+        if selection.ids and not any(fnmatchcase(scenario.id, pattern) for pattern in selection.ids):
+            continue
+        if not selection.ids and not scenario.in_profile(selection.profile):
+            continue
+        if selection.areas and scenario.area not in selection.areas:
+            continue
+        cases += [Case(scenario, point) for point in _points(scenario, selection)]
+    if not cases:
+        raise SelectionError("nothing is selected: no scenario meets every criterion; see: conformance list")
+    return cases
+
+
+def _points(scenario: Scenario, selection: Selection) -> list[dict[str, Any]]:
+    points: list[dict[str, Any]] = []
+    for original in scenario.points():
+        point = dict(original)
+        if selection.dtype is not None:
+            point["dtype"] = selection.dtype
+        if point.get("device", "auto") == "auto":
+            point["device"] = selection.device or "auto"
+        elif selection.device is not None and point["device"] != selection.device:
+            continue
+        if selection.models and point["model"] not in selection.models:
+            continue
+        if any(str(point.get(name)) != value for name, value in selection.point.items()):
+            continue
+        if point not in points:
+            points.append(point)
+    return points
+
+
+def run_case(
+    case: Case,
+    factory: EngineFactory,
+    store: RecordStore,
+    *,
+    strict: bool = False,
+    root: Path | None = None,
+    histories: Path | None = None,
+) -> Outcome:
+    """Run and judge one case; never raises for what the engine or the scenario does.
+
+    Args:
+        root: directory with golden/ and scenarios/; the default is the suite's own.
+        histories: save the history below this directory.
+    """
+    started = time.perf_counter()
+    try:
+        source = resolve_model(case.point["model"], root)
+        history = run_scenario(case.scenario, case.point, factory, source, store)
+    except (Skipped, ModelUnavailable) as reason:
+        judgement = _one_finding(case, Verdict.SKIP, str(reason))
+    except Exception as crash:  # the harness's own trouble must fail this case, not end the run
+        judgement = _one_finding(case, Verdict.ERROR, f"the harness failed: {type(crash).__name__}: {crash}")
+    else:
+        if histories is not None:
+            write_history(histories, history)
+        judgement = judge_history(history, case.scenario, store, strict=strict)
+    return Outcome(case, judgement, time.perf_counter() - started)
+
+
+def judge_history(
+    history: History, scenario: Scenario, store: RecordStore, *, strict: bool = False
+) -> Judgement:
+    """Judge a history by the scenario's checks."""
+    return judge(history, scenario.checks, store.get, scenario.level, strict=strict)
+
+
+def apply_waivers(
+    outcomes: Sequence[Outcome], waivers: Sequence[Waiver], known: Sequence[str]
+) -> tuple[list[Outcome], list[tuple[Waiver, str]]]:
+    """Turn waived failures into WAIVED, and find the waivers that are stale.
+
+    A waiver is stale when it names no scenario of the suite (`known`), or when what it covers ran
+    and nothing of it failed. Waivers about scenarios that were not selected are left alone.
+
+    Returns:
+        The outcomes in order, and (stale waiver, why).
+    """
+    results = []
+    used: dict[int, list[Verdict]] = {}
+    for outcome in outcomes:
+        case = outcome.case
+        covering = [w for w in waivers if w.covers(case.scenario.id, case.point)]
+        for waiver in covering:
+            used.setdefault(waiver.line, []).append(outcome.verdict)
+        if covering and outcome.verdict is Verdict.FAIL:
+            judgement = replace(outcome.judgement, verdict=Verdict.WAIVED)
+            outcome = replace(outcome, judgement=judgement, waiver=covering[0])
+        results.append(outcome)
+    return results, list(_stale(waivers, used, outcomes, known))
+
+
+def _stale(
+    waivers: Sequence[Waiver],
+    used: Mapping[int, Sequence[Verdict]],
+    outcomes: Sequence[Outcome],
+    known: Sequence[str],
+) -> Iterator[tuple[Waiver, str]]:
+    ran = [outcome.case.scenario.id for outcome in outcomes]
+    for waiver in waivers:
+        verdicts = used.get(waiver.line, ())
+        if not waiver.names(known):
+            yield waiver, "no scenario has this id"
+        elif verdicts and all(verdict.is_agreement for verdict in verdicts):
+            yield waiver, "what it waives passes"
+        elif not verdicts and waiver.names(ran):
+            yield waiver, f"its scenario ran at no point with {dict(waiver.point)}"
+
+
+def _one_finding(case: Case, verdict: Verdict, message: str) -> Judgement:
+    finding = Finding(verdict, "scenario", None, message)
+    return Judgement(verdict, (finding,), Power((), {}), case.scenario.level)

@@ -1,0 +1,111 @@
+"""What the documentation shows is run: every command, every example, every link."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conformance import cli as conformance_cli
+from conformance import golden_cli
+from conformance.scenario import load_scenario
+from minivllm import cli as minivllm_cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def commands() -> list[tuple[str, str]]:
+    return [
+        (page.name, line.strip())
+        for page in PAGES
+        for block in fenced(page, "console")
+        for line in block.splitlines()
+        if line.strip()
+    ]
+
+
+def nox_sessions() -> set[str]:
+    tree = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any("nox.session" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+
+
+@pytest.mark.parametrize(("page", "line"), commands(), ids=lambda value: str(value)[:60])
+def test_every_command_shown_is_one_that_exists(page: str, line: str) -> None:
+    """nox sessions exist; the command lines of both packages accept what is shown."""
+    for part in line.split("&&"):
+        words = shlex.split(part.replace("$(", "").replace(")", ""))
+        if "nox" in words and "-s" in words:
+            session, *rest = words[words.index("-s") + 1 :]
+            assert session in nox_sessions(), f"{page}: no nox session {session}"
+            if session == "conformance":
+                conformance_cli.parser().parse_args(["run", *rest[1:]])
+            continue
+        name = Path(words[0]).name
+        if words[:2] == ["conformance", "golden"]:
+            golden_cli.parser().parse_args(words[2:])
+        elif name == "conformance":
+            conformance_cli.parser().parse_args(words[1:])
+        elif name == "minivllm":
+            # The model's path comes from a command in the line; here any path will do.
+            at = words.index("--model")
+            end = next(i for i in range(at + 1, len(words)) if words[i].startswith("--"))
+            minivllm_cli.parser().parse_args([*words[1:at], "--model", "path", *words[end:]])
+        else:
+            assert words[:3] == ["python", "-m", "pip"], f"{page}: unknown command {part!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        path = page.parent / target
+        assert path.exists() or path.with_suffix(".md").exists(), f"{page.name}: {target}"
+
+
+def test_readme_commands_that_read_only_do_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert conformance_cli.main(["list"]) == 0
+    assert "prefix-cache/hit-equals-cold" in capsys.readouterr().out
+    assert conformance_cli.main(["explain", "prefix-cache/hit-equals-cold"]) == 0
+    shown = capsys.readouterr().out
+    assert "conformance run prefix-cache/hit-equals-cold" in shown
+    assert "https://github.com/vllm-project/vllm/issues/46592" in shown
+
+
+def test_the_adapter_of_the_plug_in_page_is_judged_and_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [source] = fenced(ROOT / "docs" / "plug-in-your-engine.md", "python")
+    (tmp_path / "my_engine.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = ["run", "--engine", "my_engine:MyEngine", "--profile", "smoke", "--model", "tiny-llama"]
+    assert conformance_cli.main(arguments) == 0, capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "WEAK   parity/tiny-families[model=tiny-llama]" in shown, "it returns no numbers to judge"
+    assert "my-engine 1.0, suite" in shown
+    assert shown.rstrip().endswith("passed")
+
+    broken = source.replace("out[0, len(prompt) :].tolist()", "(out[0, len(prompt) :] ^ 1).tolist()")
+    (tmp_path / "my_broken_engine.py").write_text(broken)
+    arguments[2] = "my_broken_engine:MyEngine"
+    assert conformance_cli.main(arguments) == 1
+
+
+def test_the_scenario_of_the_scenarios_page_is_a_scenario(tmp_path: Path) -> None:
+    [text] = fenced(ROOT / "docs" / "scenarios.md", "yaml")
+    path = tmp_path / (yaml.safe_load(text)["id"] + ".yaml")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert load_scenario(path, tmp_path).id == "prefix-cache/salt-isolation"
