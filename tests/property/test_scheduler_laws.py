@@ -20,6 +20,7 @@ from hypothesis.errors import NoSuchExample
 from minivllm.cache import BlockManager, PrefixChain, PrefixIndex, PrefixMatch
 from minivllm.config import PreemptionMode
 from minivllm.errors import CapacityError, MiniVLLMError, PromptTooLong
+from minivllm.groups import forks_when_it_samples
 from minivllm.request import (
     FinishReason,
     MediaSpan,
@@ -30,9 +31,10 @@ from minivllm.request import (
     ScheduledRequest,
     StepPlan,
     StepResult,
+    sequence_ids,
 )
 from minivllm.scheduler import Scheduler
-from minivllm.trace import Event, Preempted, PrefixHit
+from minivllm.trace import Copied, Event, Forked, Preempted, PrefixHit, SwappedIn, SwappedOut
 
 EOS = 0
 MASK = (1 << 61) - 1
@@ -51,6 +53,7 @@ class Spec:
     image: tuple[int, int, str] | None
     priority: int
     prompt_logprobs: int | None
+    n: int
     follows: int | None
 
 
@@ -64,6 +67,9 @@ class Case:
     chunked: bool
     caching: bool
     policy: Literal["fcfs", "priority"]
+    mode: PreemptionMode
+    num_host_blocks: int
+    max_preemptions: int
     vocabulary: int
     specs: tuple[Spec, ...]
     script: tuple[tuple[str, int], ...]
@@ -95,6 +101,7 @@ def cases(draw: st.DrawFn) -> Case:
             image=image,
             priority=draw(st.integers(0, 1)),
             prompt_logprobs=0 if draw(st.integers(0, 7)) == 0 else None,
+            n=draw(st.sampled_from([1, 1, 1, 2, 3])),
             follows=draw(st.integers(0, number - 1)) if number and not draw(st.integers(0, 3)) else None,
         )
 
@@ -113,6 +120,9 @@ def cases(draw: st.DrawFn) -> Case:
         chunked=chunked,
         caching=draw(st.integers(0, 4)) > 0,
         policy=draw(st.sampled_from(["fcfs", "priority"])),
+        mode=draw(st.sampled_from(["recompute", "swap", "swap", "auto"])),
+        num_host_blocks=draw(st.sampled_from([0, 1, 2, 4, 8, 24])),
+        max_preemptions=draw(st.sampled_from([0, 1, 3, 3])),
         vocabulary=vocabulary,
         specs=tuple(specs),
         script=tuple(
@@ -139,16 +149,16 @@ class Model:
             out.append(value)
         return out
 
-    def next_token(self, value: int) -> int:
-        return (value >> 23) % self.vocabulary
+    def next_token(self, value: int, sequence_index: int) -> int:
+        return ((value >> 23) + sequence_index * 7919 * (value >> 11)) % self.vocabulary
 
-    def solo(self, request: Request, most: int) -> tuple[list[int], FinishReason, int | None]:
-        """What the request must generate, by the plain reading of its parameters."""
+    def solo(self, request: Request, most: int, index: int) -> tuple[list[int], FinishReason, int | None]:
+        """What a sequence of the request must generate, by the plain reading of its parameters."""
         sampling = request.sampling
         tokens = request.token_ids[: request.num_prompt_tokens]
         generated: list[int] = []
         while True:
-            token = self.next_token(self.values(request, tokens)[-1])
+            token = self.next_token(self.values(request, tokens)[-1], index)
             tokens.append(token)
             generated.append(token)
             if len(generated) >= sampling.min_tokens:
@@ -175,6 +185,7 @@ class World:
             case.block_size,
             enable_prefix_caching=case.caching,
             prefix_seed=0,
+            num_host_blocks=case.num_host_blocks,
             trace=self.events.append,
         )
         self.scheduler = Scheduler(
@@ -184,11 +195,16 @@ class World:
             max_model_len=case.max_model_len,
             enable_chunked_prefill=case.chunked,
             policy=case.policy,
+            preemption_mode=case.mode,
+            max_preemptions=case.max_preemptions,
             trace=self.events.append,
         )
         self.model = Model(case.vocabulary)
         self.memory: dict[int, int | None] = {}
+        self.host_memory: dict[int, int | None] = {}
         self.made: list[Request] = []
+        self.sequences: dict[str, Request] = {}
+        self.hooked: Counter[str] = Counter()  # calls of `preempt` by request
         self.expected: dict[str, tuple[list[int], FinishReason, int | None]] = {}
         self.disturbed: set[str] = set()  # aborted or failed on purpose
         self.most: dict[str, int] = {}
@@ -214,6 +230,7 @@ class World:
                 ignore_eos=spec.ignore_eos,
                 stop_token_ids=spec.stop_token_ids,
                 prompt_logprobs=spec.prompt_logprobs,
+                n=spec.n,
             ),
             eos_token_ids=(EOS,),
             arrival=number,
@@ -225,7 +242,10 @@ class World:
         most = min(self.case.max_model_len, len(prompt) + (spec.max_tokens or self.case.max_model_len))
         too_long = len(prompt) >= self.case.max_model_len
         too_long |= not self.case.chunked and len(prompt) > self.case.budget
-        never_fits = most - 1 > (self.case.num_blocks - 1) * self.case.block_size
+        size = self.case.block_size
+        together = len(prompt) // size if most - 1 > len(prompt) else -(-(most - 1) // size)
+        own = -(-(most - 1) // size) - together
+        never_fits = together + spec.n * own > self.case.num_blocks - 1
         try:
             self.scheduler.add(request)
         except PromptTooLong:
@@ -237,8 +257,10 @@ class World:
         else:
             assert not too_long
             assert not never_fits
-            self.most[request.request_id] = most
-            self.expected[request.request_id] = self.model.solo(request, most)
+            for index, name in enumerate(sequence_ids(request.request_id, spec.n)):
+                self.most[name] = most
+                self.expected[name] = self.model.solo(request, most, index)
+            self.sequences[request.request_id] = request
 
     def live(self, number: int) -> Request | None:
         """One of the live requests; of the preempted ones, if there are any, for an even number."""
@@ -251,16 +273,25 @@ class World:
     def abort(self, number: int) -> None:
         request = self.live(number)
         if request is not None:
+            if self.manager.host_table(request.request_id):
+                self.seen["aborted while swapped out"] += 1
             self.seen[f"aborted while {request.status.value}"] += 1
-            assert self.scheduler.abort(request.request_id) is request
-            self.disturbed.add(request.request_id)
-            assert request.finish_reason is FinishReason.ABORT
+            name = request.request_id
+            with_all = sequence_ids(name, 1 if request.parent_id else request.sampling.n)
+            ended = [self.sequences[one] for one in with_all if one in self.scheduler.requests]
+            assert self.scheduler.abort(name) is request
+            assert all(one.finish_reason is FinishReason.ABORT for one in ended)
+            self.disturbed |= {one.request_id for one in ended}
+            if request.num_output_tokens == 0:
+                self.disturbed |= set(with_all)
 
     def preempt(self, number: int) -> None:
         request = self.live(number)
         if request is not None:
             running = request.status is RequestStatus.RUNNING
-            assert self.scheduler.preempt(request.request_id) is running
+            mode: PreemptionMode | None = (None, "swap", "recompute")[number % 3]
+            assert self.scheduler.preempt(request.request_id, mode) is running
+            self.hooked[request.request_id] += running
 
     def step(self, meanwhile: str = "", number: int = 0) -> None:
         for block_id in self.manager.unused_slots()[0]:
@@ -269,6 +300,9 @@ class World:
         for block_id, first in self.manager.unused_slots()[1].items():
             for offset in range(first, self.case.block_size):
                 self.memory[block_id * self.case.block_size + offset] = None
+        for block_id in {*range(self.case.num_host_blocks)} - {*self.manager.host_pool.used_blocks()}:
+            for offset in range(self.case.block_size):
+                self.host_memory[block_id * self.case.block_size + offset] = None
         plan = self.scheduler.plan()
         self.scheduler.check_integrity()
         if plan is None:
@@ -277,9 +311,18 @@ class World:
         self.check_plan(plan)
         failing = plan.requests[number % len(plan.requests)] if meanwhile == "fail" else None
         samples = self.run(plan, failing)
-        failures = {failing.request_id: "unusable"} if failing else {}
-        if failing:
-            self.disturbed.add(failing.request_id)
+        failures = {}
+        if failing is not None:
+            names = (failing.request_id, *failing.fork_ids)
+            if number % 2 and failing.fork_ids:
+                self.seen["failed as it was forked"] += 1
+                names = failing.fork_ids[:1]
+            failures = dict.fromkeys(names, "unusable")
+            self.disturbed |= set(names)
+            if failing.request_id in names and forks_when_it_samples(failing.request):
+                self.disturbed |= set(sequence_ids(failing.request_id, failing.sampling.n))
+            for name in names:
+                samples.pop(name, None)
         if meanwhile == "abort":
             self.abort(number)
         elif meanwhile == "preempt":
@@ -287,6 +330,7 @@ class World:
         changed = self.scheduler.commit(plan, StepResult(samples, failures=failures))
         self.scheduler.check_integrity()
         for request in changed:
+            self.sequences.setdefault(request.request_id, request)
             if request.request_id in failures:
                 assert request.status is RequestStatus.FAILED
                 assert request.error == "unusable"
@@ -294,24 +338,39 @@ class World:
                 self.seen["finished on the first token"] += 1
 
     def run(self, plan: StepPlan, failing: ScheduledRequest | None) -> dict[str, SampledToken]:
-        """Store all values of the step, then read every context, as a forward pass does."""
+        """Copy blocks, store all values, then read every context, as a forward pass does."""
+        size = self.case.block_size
+        for copies, sources, targets in (
+            (plan.swap_out, self.memory, self.host_memory),
+            (plan.swap_in, self.host_memory, self.memory),
+            (plan.copies, self.memory, self.memory),
+        ):
+            for copy in copies:
+                for offset in range(size):
+                    targets[copy.target * size + offset] = sources.get(copy.source * size + offset)
         values = {s.request_id: self.model.values(s.request, list(s.tokens)) for s in plan.requests}
         written: dict[int, int | None] = {}
+        tables = [self.manager.block_table(name) for name in self.scheduler.requests]
         for s in plan.requests:
             for position in range(s.start, s.end):
-                value = None if s is failing else values[s.request_id][position]
+                value = values[s.request_id][position]
                 slot = self.slot(s, position)
                 assert written.setdefault(slot, value) == value, "one step writes a slot twice"
+                assert sum(slot // size in table for table in tables) == 1, "a shared block is written"
+        if failing is not None and not failing.fork_ids:
+            for position in range(failing.start, failing.end):
+                written[self.slot(failing, position)] = None
         self.memory.update(written)
         for s in plan.requests:
             if s is not failing:
                 read = [self.memory[self.slot(s, position)] for position in range(s.end)]
                 assert read == values[s.request_id][: s.end], f"{s.request_id} reads a wrong context"
         return {
-            s.request_id: SampledToken(token, token)
+            name: SampledToken(token, token)
             for s in plan.requests
-            if s.sample and s is not failing
-            for token in [self.model.next_token(values[s.request_id][s.end - 1])]
+            if s.sample
+            for index, name in enumerate((s.request_id, *s.fork_ids), s.request.sequence_index)
+            for token in [self.model.next_token(values[s.request_id][s.end - 1], index)]
         }
 
     def slot(self, s: ScheduledRequest, position: int) -> int:
@@ -351,7 +410,11 @@ class World:
         self.seen["equal prompts in one step"] += len(prompts) > len(set(prompts))
 
     def drain(self) -> None:
-        limits = [self.most[name] for name in self.scheduler.requests]
+        limits = [
+            self.most[name]
+            for name, request in self.scheduler.requests.items()
+            for _ in range(request.sampling.n if forks_when_it_samples(request) else 1)
+        ]
         bound = sum(limits)
         if self.case.policy == "priority":
             bound += max(len(limits) - 1, 0) * max(limits, default=0)
@@ -363,12 +426,15 @@ class World:
         counts = self.manager.counts()
         assert counts.in_use == 0
         assert counts.free + counts.cached == self.case.num_blocks - 1
+        assert self.manager.host_counts().in_use == 0
         self.manager.check_integrity()
-        for request in self.made:
-            name = request.request_id
-            if name not in self.expected:
+        for name, (tokens, reason, stop_reason) in self.expected.items():
+            if name not in self.sequences:
+                # Never forked: its parent had been aborted or had failed.
+                assert name in self.disturbed
                 continue
-            tokens, reason, stop_reason = self.expected[name]
+            request = self.sequences[name]
+            assert request.num_preemptions <= self.case.max_preemptions + self.hooked[name]
             if name in self.disturbed:
                 assert request.output_token_ids == tokens[: request.num_output_tokens]
                 assert request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
@@ -383,6 +449,9 @@ class World:
                 self.seen["hit on resumption" if event.resumed else "hit"] += 1
             elif isinstance(event, Preempted):
                 self.seen["preempted"] += 1
+                self.seen["fell back to recomputing"] += event.fallback
+            elif isinstance(event, SwappedOut | SwappedIn | Forked | Copied):
+                self.seen[type(event).__name__] += 1
         assert self.scheduler.reset_prefix_cache()
         assert self.manager.counts().free == self.case.num_blocks - 1
 
@@ -426,6 +495,13 @@ REACHED = (
     "aborted while waiting",
     "aborted while running",
     "aborted while preempted",
+    "aborted while swapped out",
+    "fell back to recomputing",
+    "failed as it was forked",
+    "SwappedOut",
+    "SwappedIn",
+    "Forked",
+    "Copied",
 )
 
 
