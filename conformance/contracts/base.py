@@ -98,6 +98,7 @@ class AllocatorCapabilities:
 
     Attributes:
         prefix_sharing: `grant_new` may answer a start above 0.
+        prefix_switch: honours `AllocatorShape.prefix_caching=False`.
         publish: when a full block can be hit by others: on "grant" (in the same step already),
             on "commit", or at "release".
         retains: a published block stays hittable until it is handed out again. Then the length of
@@ -114,10 +115,12 @@ class AllocatorCapabilities:
         reset: has `reset`.
         probe: has `can_grant`.
         snapshot: has `snapshot`.
+        memory: has `memory`.
         white_box: has `check`.
     """
 
     prefix_sharing: bool = False
+    prefix_switch: bool = False
     publish: Literal["grant", "commit", "release"] = "commit"
     retains: bool = False
     evicts: Literal["any", "tail-first"] = "any"
@@ -132,6 +135,7 @@ class AllocatorCapabilities:
     reset: bool = False
     probe: bool = False
     snapshot: bool = False
+    memory: bool = False
     white_box: bool = False
 
 
@@ -154,6 +158,7 @@ class Allocator(Protocol):
         num_host_free() -> int
         moves() -> Moves                       # what the step to come copies first; a pure question
         moved() -> None                        # it was copied; called before the commits of the step
+        memory() -> KVMemory                   # keeps the KV, so that its copies are judged as well
     """
 
     capabilities: ClassVar[AllocatorCapabilities]
@@ -229,6 +234,7 @@ class EngineCapabilities:
             stop_ids, n, prompt_logprobs.
         prefix_sharing, publish, retains, evicts, publishes_swapped: as for an allocator, judged by
             the rows.
+        prefix_switch: honours `EngineShape.prefix_caching=False`.
         never_fit: "refused": `add` rejects a request that could outgrow the whole pool.
         order: "fcfs": under that policy nobody starts before an earlier arrival.
         chunked_prefill: honours `EngineShape.chunked_prefill=False`.
@@ -244,6 +250,7 @@ class EngineCapabilities:
         reset: has `reset() -> bool`.
         pool: has `num_free`.
         unused: has `unused_slots() -> iterable of slots` that hold no computed KV.
+        memory: has `memory() -> KVMemory` (`conformance.fuzz.kv`).
         white_box: has `check()`.
         bound: has `bound(lengths) -> int`: steps to empty for live requests of these greatest
             lengths; 20 times their sum is allowed without.
@@ -251,6 +258,7 @@ class EngineCapabilities:
 
     options: frozenset[str] = frozenset()
     prefix_sharing: bool = False
+    prefix_switch: bool = False
     publish: Literal["grant", "commit", "release"] = "commit"
     retains: bool = False
     evicts: Literal["any", "tail-first"] = "any"
@@ -270,6 +278,7 @@ class EngineCapabilities:
     reset: bool = False
     pool: bool = False
     unused: bool = False
+    memory: bool = False
     white_box: bool = False
     bound: bool = False
 

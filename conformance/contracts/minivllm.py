@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import ClassVar
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from conformance.contracts.base import (
     AllocatorCapabilities,
@@ -35,7 +37,12 @@ from minivllm.request import (
 from minivllm.scheduler import Scheduler
 from minivllm.trace import Event, PrefixHit
 
-__all__ = ["MiniVLLMAllocator", "MiniVLLMEngine"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minivllm.attention import KVCache
+
+__all__ = ["MiniVLLMAllocator", "MiniVLLMEngine", "MiniVLLMTensors", "TensorMemory"]
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=None)
 
@@ -45,6 +52,7 @@ class MiniVLLMAllocator:
 
     capabilities: ClassVar[AllocatorCapabilities] = AllocatorCapabilities(
         prefix_sharing=True,
+        prefix_switch=True,
         publish="commit",
         retains=True,
         evicts="tail-first",
@@ -149,8 +157,9 @@ class MiniVLLMEngine:
     """`Scheduler` over a `BlockManager`: `plan` and `commit` as the engine loop calls them."""
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities(
-        options=frozenset({"salt", "spans", "priority", "min_tokens", "stop_ids", "prompt_logprobs"}),
+        options=frozenset({"salt", "spans", "priority", "min_tokens", "stop_ids", "n", "prompt_logprobs"}),
         prefix_sharing=True,
+        prefix_switch=True,
         publish="commit",
         retains=True,
         evicts="tail-first",
@@ -164,6 +173,8 @@ class MiniVLLMEngine:
         preempt=True,
         fail=True,
         ship=True,
+        swap=True,
+        publishes_swapped=True,
         reset=True,
         pool=True,
         unused=True,
@@ -173,12 +184,13 @@ class MiniVLLMEngine:
 
     def __init__(self, shape: EngineShape) -> None:
         self._shape = shape
-        self._first_hits = 0
+        self._first_hits = self._num_added = 0
         self._manager = BlockManager(
             shape.num_blocks + 1,
             shape.block_size,
             enable_prefix_caching=shape.prefix_caching,
             prefix_seed=0,
+            num_host_blocks=shape.num_host_blocks,
             trace=self._note,
         )
         self._scheduler = Scheduler(
@@ -188,8 +200,10 @@ class MiniVLLMEngine:
             max_model_len=shape.max_model_len,
             enable_chunked_prefill=shape.chunked_prefill,
             policy=shape.policy,
+            preemption_mode=shape.preemption,
         )
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, Request] = {}  # ended ones too, and forked sequences
+        self._preempted: Counter[str] = Counter()  # by `preempt`, not for want of room
         self._plan: StepPlan | None = None
 
     def add(
@@ -206,7 +220,8 @@ class MiniVLLMEngine:
         n: int = 1,
         prompt_logprobs: bool = False,
     ) -> str | Rejected:
-        number = len(self._requests)
+        number = self._num_added
+        self._num_added += 1
         sampling = SamplingParams(
             n=n,
             max_tokens=max_tokens,
@@ -236,7 +251,8 @@ class MiniVLLMEngine:
     def commit(self, sampled: Mapping[str, int], failed: Mapping[str, str] | None = None) -> None:
         assert self._plan is not None
         samples = {rid: SampledToken(token, token) for rid, token in sampled.items()}
-        self._scheduler.commit(self._plan, StepResult(samples, failures=failed or {}))
+        changed = self._scheduler.commit(self._plan, StepResult(samples, failures=failed or {}))
+        self._requests.update((request.request_id, request) for request in changed)
 
     def output(self, rid: str) -> Sequence[int]:
         return self._requests[rid].output_token_ids
@@ -252,13 +268,18 @@ class MiniVLLMEngine:
         self._scheduler.abort(rid)
 
     def preempt(self, rid: str) -> bool:
-        return self._scheduler.preempt(rid)
+        done = self._scheduler.preempt(rid)
+        self._preempted[rid] += done
+        return done
 
     def reset(self) -> bool:
         return self._scheduler.reset_prefix_cache()
 
     def num_free(self) -> int:
         return self._manager.pool.num_available
+
+    def num_host_free(self) -> int:
+        return self._manager.host_pool.num_available
 
     def unused_slots(self) -> Iterator[int]:
         size = self._shape.block_size
@@ -277,16 +298,91 @@ class MiniVLLMEngine:
 
     def check(self) -> None:
         self._scheduler.check_integrity()
-        cached = sum(max(0, request.num_cached_tokens) for request in self._requests.values())
+        own = [request for request in self._requests.values() if request.parent_id is None]
+        cached = sum(max(0, request.num_cached_tokens) for request in own)
         if not self._manager.stats.num_hit_tokens == self._first_hits == cached:
             raise AssertionError(
                 f"hits of first admissions: {self._first_hits} traced, {cached} on the requests,"
                 f" {self._manager.stats.num_hit_tokens} in the statistics"
             )
 
+        for rid, request in self._requests.items():
+            if request.num_preemptions - self._preempted[rid] > self._scheduler.max_preemptions:
+                raise AssertionError(f"{rid} lost its blocks {request.num_preemptions} times for want of room")
+
     def _note(self, event: Event) -> None:
         if isinstance(event, PrefixHit) and not event.resumed:
             self._first_hits += event.num_tokens
+
+
+class MiniVLLMTensors(MiniVLLMEngine):
+    """The same over a real `KVCache`, so that its block copies are judged too. Needs torch."""
+
+    capabilities: ClassVar[EngineCapabilities] = replace(MiniVLLMEngine.capabilities, memory=True)
+
+    def memory(self) -> TensorMemory:
+        return TensorMemory(self._shape)
+
+
+class TensorMemory:
+    """Values in the tensors of a `KVCache` of two layers: K, V and each layer hold them in another
+    form, so that a copy that leaves one of them out is seen. A `conformance.fuzz.kv.KVMemory`."""
+
+    _FORMS = (0, 0x5A5A, 0xC3C3C3, 0x0F0F0F0F)  # K and V of layer 0, K and V of layer 1
+    _NOTHING = -1
+
+    def __init__(self, shape: EngineShape) -> None:
+        import torch
+
+        from minivllm.attention import KVCache
+
+        model = SimpleNamespace(num_hidden_layers=2, num_key_value_heads=1, head_dim=1)
+        self._torch = torch
+        self._cache: KVCache = KVCache(
+            cast("Any", model),
+            num_blocks=shape.num_blocks + 1,
+            block_size=shape.block_size,
+            dtype=torch.int64,
+            device=torch.device("cpu"),
+            num_host_blocks=shape.num_host_blocks,
+        )
+        for tensor in (*self._cache.keys, *self._cache.values):
+            tensor.fill_(self._NOTHING)
+
+    def write(self, slots: Sequence[int], values: Sequence[int | None]) -> None:
+        where = self._torch.tensor(slots, dtype=self._torch.int64)
+        for layer in range(2):
+            self._cache.write(layer, where, *(self._form(values, 2 * layer + part) for part in range(2)))
+
+    def read(self, slots: Sequence[int]) -> list[int | None]:
+        where = self._torch.tensor(slots, dtype=self._torch.int64)
+        rows = [tensor.flatten().tolist() for layer in range(2) for tensor in self._cache.gather(layer, where)]
+        return [self._value(forms) for forms in zip(*rows, strict=True)]
+
+    def poison(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            for tensor in (*self._cache.keys, *self._cache.values):
+                tensor[block] = self._NOTHING
+
+    def swap_out(self, copies: Sequence[Copy]) -> None:
+        self._cache.swap_out([BlockCopy(**asdict(copy)) for copy in copies])
+
+    def swap_in(self, copies: Sequence[Copy]) -> None:
+        self._cache.swap_in([BlockCopy(**asdict(copy)) for copy in copies])
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        self._cache.copy([BlockCopy(**asdict(copy)) for copy in copies])
+
+    def _form(self, values: Sequence[int | None], part: int) -> Tensor:
+        stored = [self._NOTHING if value is None else value ^ self._FORMS[part] for value in values]
+        return self._torch.tensor(stored, dtype=self._torch.int64).reshape(-1, 1, 1)
+
+    def _value(self, stored: tuple[int, ...]) -> int | None:
+        """The value, None if there is nothing, or -2 if the four do not agree."""
+        if all(one == self._NOTHING for one in stored):
+            return None
+        values = {one ^ form for one, form in zip(stored, self._FORMS, strict=True)}
+        return values.pop() if len(values) == 1 else -2
 
 
 def _plan(plan: StepPlan, block_size: int) -> Plan:

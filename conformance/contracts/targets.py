@@ -12,7 +12,11 @@ from conformance.contracts.base import AllocatorCapabilities, EngineCapabilities
 __all__ = ["OWN_TARGETS", "Target", "TargetNotFound", "find_target"]
 
 #: What is fuzzed unless something else is named.
-OWN_TARGETS = ("conformance.contracts.minivllm:MiniVLLMAllocator", "conformance.contracts.minivllm:MiniVLLMEngine")
+OWN_TARGETS = (
+    "conformance.contracts.minivllm:MiniVLLMAllocator",
+    "conformance.contracts.minivllm:MiniVLLMEngine",
+    "conformance.contracts.minivllm:MiniVLLMTensors",
+)
 
 _ALLOCATOR = ("grant_new", "grant_more", "append", "commit", "release", "table", "num_free")
 _ENGINE = ("add", "plan", "commit", "output", "finished", "idle")
@@ -28,6 +32,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "ship": ("ship",),
     "pool": ("num_free",),
     "unused": ("unused_slots",),
+    "memory": ("memory",),
     "bound": ("bound",),
 }
 _OPTIONS = frozenset({"salt", "spans", "priority", "min_tokens", "stop_ids", "n", "prompt_logprobs"})

@@ -40,7 +40,7 @@ def allocator_setup(chance: Chance, can: AllocatorCapabilities) -> AllocatorSetu
         block_size=block_size,
         vocabulary=chance.between(2, 3),
         max_len=chance.between(5, 16),
-        prefix_caching=not chance.one_in(12),
+        prefix_caching=not (can.prefix_switch and chance.one_in(12)),
         num_host_blocks=chance.below(9) if can.swap else 0,
     )
 

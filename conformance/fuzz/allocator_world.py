@@ -70,7 +70,6 @@ class AllocatorWorld:
     Args:
         target: adapter class (anything that makes an adapter from an `AllocatorShape`).
         seen: counts what the example reached, see `conformance.fuzz.coverage`.
-        memory: where the KV is kept; None: a `ListMemory`.
         strict: run the target's own check after every operation, not only after every fourth run
             and at the end.
     """
@@ -81,7 +80,6 @@ class AllocatorWorld:
         setup: AllocatorSetup,
         seen: Counter[str],
         *,
-        memory: KVMemory | None = None,
         strict: bool = False,
     ) -> None:
         self.setup = setup
@@ -96,7 +94,7 @@ class AllocatorWorld:
             )
         )
         self.can = self.target.capabilities
-        self.memory = memory or ListMemory(setup.block_size)
+        self.memory: KVMemory = self.target.memory() if self.can.memory else ListMemory(setup.block_size)
         self.content = Content(setup.block_size, tail_first=self.can.evicts == "tail-first")
         self.holders: dict[str, Holder] = {}
         self.transcript: list[object] = []

@@ -5,12 +5,11 @@ Example i of a seed is always the same, and its operation log replays it without
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, TypeAlias
 
 from conformance.contracts.targets import Target
@@ -22,15 +21,10 @@ from conformance.fuzz.engine_world import EngineSetup, EngineWorld
 from conformance.fuzz.laws import LawBroken, broken
 from conformance.fuzz.operations import Operation
 
-__all__ = ["Failure", "Fuzzer", "MakeMemory", "Setup", "World", "make_world", "replay"]
+__all__ = ["Failure", "Fuzzer", "Setup", "World", "make_world", "replay", "signature_of"]
 
 World: TypeAlias = AllocatorWorld | EngineWorld
 Setup: TypeAlias = AllocatorSetup | EngineSetup
-
-#: Makes a memory other than the default for an example's sizes.
-MakeMemory: TypeAlias = Callable[[Setup], Any]
-
-_PACKAGE = PurePath(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +49,17 @@ class Failure:
     example: int
 
 
-def make_world(
-    target: Target, setup: Setup, seen: Counter[str], memory: MakeMemory | None = None, *, strict: bool = False
-) -> World:
+def make_world(target: Target, setup: Setup, seen: Counter[str], *, strict: bool = False) -> World:
     """A fresh target of these sizes with its model."""
-    kept = memory(setup) if memory else None
-    if target.level == "allocator":
-        assert isinstance(setup, AllocatorSetup)
-        return AllocatorWorld(target.factory, setup, seen, memory=kept, strict=strict)
-    assert isinstance(setup, EngineSetup)
-    return EngineWorld(target.factory, setup, seen, memory=kept, strict=strict)
+    if isinstance(setup, AllocatorSetup):
+        return AllocatorWorld(target.factory, setup, seen, strict=strict)
+    return EngineWorld(target.factory, setup, seen, strict=strict)
 
 
-def replay(
-    target: Target, setup: Setup, operations: Iterable[Operation], memory: MakeMemory | None = None
-) -> tuple[str, str] | None:
+def replay(target: Target, setup: Setup, operations: Iterable[Operation]) -> tuple[str, str] | None:
     """Apply a log to a fresh target. (signature, message) of what broke, None if nothing did."""
     try:
-        world = make_world(target, setup, Counter(), memory)
+        world = make_world(target, setup, Counter())
         for operation in operations:
             world.apply(operation)
         world.finish()
@@ -105,7 +92,6 @@ class Fuzzer:
 
     target: Target
     seed: int
-    memory: MakeMemory | None = None
     seen: Counter[str] = field(default_factory=Counter)
     num_examples: int = 0
     num_operations: int = 0
@@ -127,7 +113,7 @@ class Fuzzer:
         setup = self._setup(chance)
         log: list[Operation] = []
         try:
-            world = make_world(self.target, setup, self.seen, self.memory)
+            world = make_world(self.target, setup, self.seen)
             for operation in self._operations(world, chance):
                 log.append(operation)
                 world.apply(operation)
@@ -153,7 +139,7 @@ class Fuzzer:
         return engine_operations(world, chance)
 
     def _repeat(self, setup: Setup, log: Sequence[Operation], transcript: list[object]) -> None:
-        again = make_world(self.target, setup, Counter(), self.memory)
+        again = make_world(self.target, setup, Counter())
         for operation in log:
             again.apply(operation)
         again.finish()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from conformance.contracts.base import EngineCapabilities
 from conformance.fuzz.chance import Chance
-from conformance.fuzz.engine_world import EngineSetup, EngineWorld
+from conformance.fuzz.engine_world import EngineSetup, EngineWorld, why_rejected
 from conformance.fuzz.operations import Abort, Add, Commit, Operation, PlanStep, Preempt, Reset, SpanFields
 
 __all__ = ["engine_operations", "engine_setup"]
@@ -25,7 +25,7 @@ def engine_setup(chance: Chance, can: EngineCapabilities) -> EngineSetup:
         max_num_seqs=chance.between(1, 4),
         max_num_batched_tokens=chance.between(1, 10) if chunked else chance.between(6, 14),
         max_model_len=chance.between(8, 18),
-        prefix_caching=not chance.one_in(8),
+        prefix_caching=not (can.prefix_switch and chance.one_in(8)),
         chunked_prefill=chunked,
         policy="priority" if can.priority_policy and chance.one_in(3) else "fcfs",
         preemption=chance.pick(("recompute", "swap", "swap", "auto")) if can.swap else "recompute",
@@ -62,13 +62,11 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
         tokens, options = prompt(), can.options
         max_tokens = chance.between(1, 9)
         n = chance.between(2, 3) if "n" in options and chance.one_in(4) else 1
-        if not setup.oversized:
-            max_tokens = _fitting(setup, len(tokens), max_tokens, n)
         spans: SpanFields = ()
         if "spans" in options and chance.one_in(8):
             start = chance.below(len(tokens))
             spans = ((start, chance.between(1, len(tokens) - start), chance.pick("ab")),)
-        return Add(
+        add = Add(
             f"r{number}",
             tokens,
             max_tokens,
@@ -81,12 +79,16 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
             n=n,
             prompt_logprobs="prompt_logprobs" in options and n == 1 and chance.one_in(12),
         )
+        while not setup.oversized and add.max_tokens > 1 and why_rejected(add, setup, whole_prompts=False):
+            add = add._replace(max_tokens=add.max_tokens - 1, min_tokens=0)
+        return add
 
     def disturb() -> Iterator[Operation]:
         live = world.live()
         if not live:
             return
-        name = chance.pick(live).name
+        job = chance.pick(live)
+        name = (job.family[0] if chance.one_in(3) else job).name
         if chance.one_in(2):
             if world.planned is None and can.abort or can.abort_inside_step:
                 yield Abort(name)
@@ -108,14 +110,3 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
         yield Commit(fail)
         if can.reset and chance.one_in(16):
             yield Reset()
-
-
-def _fitting(setup: EngineSetup, prompt: int, max_tokens: int, n: int) -> int:
-    """The most of these tokens that let n sequences fit the pool, at least 1."""
-    size = setup.block_size
-    shared = prompt // size if n > 1 else 0
-    for count in range(max_tokens, 1, -1):
-        longest = min(prompt + count, setup.max_model_len) - 1
-        if shared + n * (-(-longest // size) - shared) <= setup.num_blocks:
-            return count
-    return 1

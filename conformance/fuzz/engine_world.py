@@ -17,7 +17,7 @@ from conformance.fuzz.kv import KVMemory, ListMemory, Story, move
 from conformance.fuzz.laws import broken
 from conformance.fuzz.operations import Abort, Add, Commit, Operation, PlanStep, Preempt, Reset
 
-__all__ = ["EOS", "EngineSetup", "EngineWorld", "Job"]
+__all__ = ["EOS", "EngineSetup", "EngineWorld", "Job", "why_rejected"]
 
 #: The token id that ends a request.
 EOS = 0
@@ -96,7 +96,6 @@ class EngineWorld:
     Args:
         target: adapter class (anything that makes an adapter from an `EngineShape`).
         seen: counts what the example reached, see `conformance.fuzz.coverage`.
-        memory: where the KV is kept; None: a `ListMemory`.
         strict: run the target's own check after every operation, not only now and then.
     """
 
@@ -106,7 +105,6 @@ class EngineWorld:
         setup: EngineSetup,
         seen: Counter[str],
         *,
-        memory: KVMemory | None = None,
         strict: bool = False,
     ) -> None:
         self.setup = setup
@@ -114,7 +112,7 @@ class EngineWorld:
         self.strict = strict
         self.target = target(setup.shape())
         self.can = self.target.capabilities
-        self.memory = memory or ListMemory(setup.block_size)
+        self.memory: KVMemory = self.target.memory() if self.can.memory else ListMemory(setup.block_size)
         self.content = Content(setup.block_size, tail_first=self.can.evicts == "tail-first")
         self.jobs: dict[str, Job] = {}
         self.planned: Plan | None = None
@@ -186,7 +184,8 @@ class EngineWorld:
         tags = Tags(op.salt if "salt" in options else None, spans if "spans" in options else ())
         limit = min(self.setup.max_model_len, len(op.tokens) + op.max_tokens)
         answer = self.target.add(op.tokens, op.max_tokens, op.ignore_eos, **options)
-        why = self._must_reject(op, limit)
+        whole = self._whole_prompts()
+        why = why_rejected(op if "n" in options else op._replace(n=1), self.setup, whole_prompts=whole)
         if isinstance(answer, Rejected):
             if why is None:
                 broken("never fits", f"{op.request} was rejected: {answer.message}")
@@ -198,17 +197,6 @@ class EngineWorld:
             broken("history", f"two requests are called {answer!r}")
         job = Job(op.request, answer, op, Story(op.tokens, tags), limit, len(self.jobs))
         self.jobs[op.request] = self._by_rid[answer] = job
-
-    def _must_reject(self, op: Add, limit: int) -> str | None:
-        setup = self.setup
-        if len(op.tokens) >= setup.max_model_len:
-            return "too long"
-        if self._whole_prompts() and len(op.tokens) > setup.max_num_batched_tokens:
-            return "too long"
-        size, n = setup.block_size, op.n if "n" in self.can.options else 1
-        shared = len(op.tokens) // size if n > 1 else 0
-        needed = shared + n * (-(-(limit - 1) // size) - shared)
-        return "never fits" if needed > setup.num_blocks else None
 
     def _whole_prompts(self) -> bool:
         return self.can.chunked_prefill and not self.setup.chunked_prefill
@@ -279,20 +267,22 @@ class EngineWorld:
     def _abort(self, op: Abort) -> None:
         job = self.jobs.get(op.request)
         inside = self.planned is not None
-        if job is None or job.reason is not None:
+        if job is None or not (self.can.abort_inside_step if inside else self.can.abort):
             return
-        if not (self.can.abort_inside_step if inside else self.can.abort):
+        # The first sequence stands for the whole request, even if it has ended itself.
+        members = job.family if job is job.family[0] else [job]
+        members = [member for member in members if member.reason is None]
+        if not members:
             return
         self.target.abort(job.rid)
         when = "preempted" if job.preempted else "running" if job.started else "waiting"
         self.seen[f"aborted while {when}"] += 1
         self.seen["aborted inside a step"] += inside and job in self.rows()
-        # The first sequence stands for the whole request.
-        for member in job.family if job is job.family[0] else [job]:
-            if member.reason is None:
-                member.reason = "abort"
-                self._void.add(member.name)
-                self._check_output(member)
+        self.seen["several sequences aborted"] += len(members) > 1
+        for member in members:
+            member.reason = "abort"
+            self._void.add(member.name)
+            self._check_output(member)
 
     def _preempt(self, op: Preempt) -> None:
         job = self.jobs.get(op.request)
@@ -470,6 +460,23 @@ class EngineWorld:
             broken("solo", f"{job.name} generated {output}, alone it generates {job.generated}")
         if reason != job.reason:
             broken("end", f"{job.name} ended with {reason!r}, it must be {job.reason!r}, outputs {output}")
+
+
+def why_rejected(op: Add, setup: EngineSetup, *, whole_prompts: bool) -> str | None:
+    """Why a request can never be served: "too long", "never fits", or None.
+
+    All n sequences must fit the pool together; they share the full blocks of the prompt.
+    """
+    prompt, size = len(op.tokens), setup.block_size
+    if prompt >= setup.max_model_len or (whole_prompts and prompt > setup.max_num_batched_tokens):
+        return "too long"
+    # The last token of each is never computed.
+    longest = min(setup.max_model_len, prompt + op.max_tokens) - 1
+    needed = -(-longest // size)
+    if longest > prompt:
+        shared = prompt // size if op.n > 1 else 0
+        needed = shared + op.n * (needed - shared)
+    return "never fits" if needed > setup.num_blocks else None
 
 
 _APPLY: Mapping[type[Any], Callable[[EngineWorld, Any], None]] = {

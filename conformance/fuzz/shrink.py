@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from conformance.contracts.targets import Target
-from conformance.fuzz.driver import Failure, MakeMemory, replay
+from conformance.fuzz.driver import Failure, replay
 from conformance.fuzz.operations import Operation
 
 __all__ = ["shrink"]
 
 
-def shrink(target: Target, failure: Failure, memory: MakeMemory | None = None, limit: int = 4000) -> Failure:
+def shrink(target: Target, failure: Failure, limit: int = 4000) -> Failure:
     """The same failure with fewer and simpler operations.
 
     Args:
@@ -31,7 +31,7 @@ def shrink(target: Target, failure: Failure, memory: MakeMemory | None = None, l
         if left <= 0:
             return False
         left -= 1
-        found = replay(target, failure.setup, operations, memory)
+        found = replay(target, failure.setup, operations)
         if found is None or found[0] != failure.signature:
             return False
         message = found[1]
@@ -92,4 +92,6 @@ def _candidates(operation: Operation) -> Iterator[Operation]:
                     yield operation._replace(tokens=(*value[:i], 0, *value[i + 1 :]))
         elif isinstance(value, int) and not isinstance(value, bool) and name not in operation._field_defaults:
             lowest = 0 if name == "token" else 1
-            yield from (operation._replace(**{name: v}) for v in {lowest, value - 1} if lowest <= v < value)
+            for smaller in dict.fromkeys((lowest, value - 1)):
+                if lowest <= smaller < value:
+                    yield operation._replace(**{name: smaller})
