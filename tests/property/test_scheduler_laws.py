@@ -468,7 +468,7 @@ def run_case(case: Case, seen: Counter[str] | None = None) -> list[Event]:
         elif kind == "preempt":
             world.preempt(number)
         elif kind == "reset":
-            held = world.manager.counts().in_use
+            held = world.manager.counts().in_use + world.manager.host_counts().in_use
             assert world.scheduler.reset_prefix_cache() is (held == 0)
         elif kind == "plan":
             world.scheduler.plan()  # given up: the next step plans again
