@@ -183,15 +183,16 @@ class BlockManager:
         """Slots that hold no computed KV, for poisoning between steps.
 
         Returns:
-            The blocks whose every slot is unused (the null block and the free ones, unless they
-            are still to be swapped out), and the first unused slot of each block in use that is
-            not written to its end.
+            The blocks whose every slot is unused (the null block and the free ones), and the first
+            unused slot of each block in use that is not written to its end. Blocks whose last
+            content is still to be swapped out are in neither, even if they have a new owner.
         """
+        leaving = {copy.source for copy in self._transfers.pending().swap_out}
         partly: dict[int, int] = {}
         for table in self._tables.values():
             for index in range(table.num_computed // self.block_size, len(table.blocks)):
-                partly[table.blocks[index]] = max(0, table.num_computed - index * self.block_size)
-        leaving = {copy.source for copy in self._transfers.pending().swap_out}
+                if table.blocks[index] not in leaving:
+                    partly[table.blocks[index]] = max(0, table.num_computed - index * self.block_size)
         free = sorted(block_id for block_id in self.pool.free_blocks() if block_id not in leaving)
         return (NULL_BLOCK, *free), partly
 

@@ -170,6 +170,21 @@ def test_planning_again_plans_the_copies_again(make_bench: MakeBench, make_reque
     assert bench.plan().swap_in == ()
 
 
+def test_what_is_still_to_be_swapped_out_is_not_poisoned_although_its_block_has_a_new_owner(
+    make_bench: MakeBench, make_request: MakeRequest
+) -> None:
+    bench = make_bench(usable=4, host=2, caching=False, preemption_mode="swap")
+    bench.add(make_request("a"), b := make_request("b"))
+    bench.steps(2)
+    plan = bench.plan()  # given up; a has got a block of b's
+    (reused,) = {c.source for c in plan.swap_out} & set(plan.requests[0].block_table)
+    free, partly = bench.blocks.unused_slots()
+    assert reused not in partly
+    assert not {c.source for c in plan.swap_out} & set(free)
+    bench.drain()
+    assert b.output_token_ids == [3, 4, 5, 6]
+
+
 def test_a_request_preempted_while_it_is_swapped_in_keeps_its_host_blocks(
     make_bench: MakeBench, make_request: MakeRequest
 ) -> None:
@@ -297,13 +312,13 @@ def test_without_the_bound_one_request_would_be_preempted_again_and_again(
         bench.add(victim := make_request("victim", 4, max_tokens=26, priority=9))
         while not victim.status.is_final:
             if bench.scheduler.num_running == len(bench.scheduler.requests) == 1:
-                bench.add(make_request(f"r{len(bench.sequences)}", 1, max_tokens=24, priority=1))
+                bench.add(make_request(f"r{len(bench.sequences)}", 1, max_tokens=29, priority=1))
             bench.step()
         bench.drain()
         return int(victim.num_preemptions)
 
-    assert worst(99) > 3
-    assert [worst(most) for most in range(4)] == [0, 1, 2, 3]
+    assert worst(99) > 2
+    assert [worst(most) for most in range(3)] == [0, 1, 2]
 
 
 def test_a_request_preempted_to_the_bound_runs_to_its_end_once_it_is_let_in(
