@@ -58,17 +58,14 @@ def _check_table(state: CacheState, request_id: str, table: BlockTable) -> None:
 
 
 def _check_writable(state: CacheState) -> None:
-    """Whoever has written beyond what is shared must hold the block alone.
-
-    Sharers of a block that is not full hold equal KV in it, so they have computed equally far.
-    """
-    reach: dict[int, int] = {}
+    """Whoever writes a block holds it alone, so all holders have computed equally far in it."""
+    filled: dict[int, int] = {}
     for request_id, table in state.tables.items():
-        for index in range(table.num_computed // state.block_size, len(table.blocks)):
-            block_id = table.blocks[index]
-            if reach.setdefault(block_id, table.num_computed) != table.num_computed:
+        for index, block_id in enumerate(table.blocks):
+            mine = max(0, min(state.block_size, table.num_computed - index * state.block_size))
+            if filled.setdefault(block_id, mine) != mine:
                 raise InvariantError(
-                    f"law 'a block written by one is not held by others' is broken: block {block_id} of"
+                    f"law 'a block is not written while others hold it' is broken: block {block_id} of"
                     f" {request_id!r}"
                 )
 
