@@ -381,14 +381,16 @@ class BlockManager:
         A second call does nothing.
         """
         self._chains.pop(request_id, None)
-        if request_id in self._tables:
-            if unfinished := self._transfers.swapping_in(request_id):
-                self._transfers.cancel_swap_in(request_id)
-                self.host_pool.release(copy.source for copy in unfinished)
-            self._release(request_id)
+        host_blocks: tuple[int, ...] = ()
+        if unfinished := self._transfers.swapping_in(request_id):
+            self._transfers.cancel_swap_in(request_id)
+            host_blocks = tuple(copy.source for copy in unfinished)
         elif host_table := self._host_tables.pop(request_id, None):
-            self._transfers.cancel_swap_out(host_table.blocks)
-            self.host_pool.release(host_table.blocks)
+            host_blocks = host_table.blocks
+        self._transfers.cancel_swap_out(host_blocks)
+        self.host_pool.release(host_blocks)
+        if request_id in self._tables:
+            self._release(request_id)
 
     def discard(self, request_id: str) -> None:
         """Free a request whose KV cannot be trusted: its blocks can no longer be hit."""
