@@ -201,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="list, find or copy the checkpoints")
     models.set_defaults(command=_models)
     actions = models.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="every model, and where it is or how to get it")
+    names = actions.add_parser("list", help="every model, and where it is or how to get it")
     path = actions.add_parser("path", help="print where a model is")
     path.add_argument("name")
     export = actions.add_parser("export", help="copy models to a directory")
@@ -209,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("names", nargs="*", help="which; none means all that are here")
 
     commands.add_parser("golden", help="record, verify or update golden records", add_help=False)
-    for command in (run, recheck, listing, explain, lint, models):
+    for command in (run, recheck, listing, explain, lint, names, path, export):
         command.add_argument(
             "--data", type=Path, metavar="DIR", help="directory with golden/ and scenarios/ (the suite's own)"
         )

@@ -7,7 +7,7 @@ computed in float64, in one forward pass.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
@@ -126,7 +126,7 @@ class HFAdapter:
             answer = (
                 self._forced(request, prompt) if request.forced_token_ids else self._decode(request, prompt)
             )
-        except (NoTruth, ValueError) as error:
+        except NoTruth as error:
             refusal = EngineError(type(error).__name__, str(error))
             return EngineOutput(request.request_id, "", True, error=refusal)
         text, reason, stop_reason = self._ending(request, answer.tokens)
@@ -156,17 +156,28 @@ class HFAdapter:
             pad_token_id=0,
             output_logits=True,
             return_dict_in_generate=True,
-            stop_strings=_stop_strings(request) or None,
         )
         ids = torch.tensor([list(prompt)])
         answer = self._loaded.module.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),  # without one, pad ids in a prompt count as padding
             generation_config=config,
-            tokenizer=self._tokenizer,
+            stopping_criteria=transformers.StoppingCriteriaList([self._stop_string_reached(request, prompt)]),
         )
         tokens = answer.sequences[0, len(prompt) :].tolist()
         return _Answer(tokens, torch.cat(answer.logits).float())
+
+    def _stop_string_reached(self, request: EngineRequest, prompt: Sequence[int]) -> Callable[..., Tensor]:
+        """A stopping criterion for `generate`.
+
+        Transformers' own `stop_strings` matches token by token and refuses some tokenizers.
+        """
+
+        def reached(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+            text = self._text(request, ids[0, len(prompt) :].tolist())
+            return torch.tensor([any(stop in text for stop in _stop_strings(request))])
+
+        return reached
 
     def _forced(self, request: EngineRequest, prompt: Sequence[int]) -> _Answer:
         """One full forward pass along the forced ids."""
@@ -193,6 +204,8 @@ class HFAdapter:
 
     def _prompt(self, request: EngineRequest) -> tuple[int, ...]:
         if request.prompt_token_ids is not None:
+            if not request.prompt_token_ids:
+                raise NoTruth("the prompt is empty: give at least one token")
             return prompt_token_ids(self._tokenizer, {"token_ids": request.prompt_token_ids})
         if request.chat is not None:
             return prompt_token_ids(self._tokenizer, {"messages": [dict(m) for m in request.chat]})

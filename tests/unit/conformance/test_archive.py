@@ -42,9 +42,7 @@ HISTORY = History(
     weights_sha256="w",
     dtype="float32",
     device="cpu",
-    capabilities=Capabilities(
-        "fake", "1", ("float32",), frozenset({"kv"}), missing={"bitwise": "off"}
-    ),
+    capabilities=Capabilities("fake", "1", ("float32",), frozenset({"kv"}), missing={"bitwise": "off"}),
     environment={"python": "3"},
     passes=(
         Pass(

@@ -1,0 +1,218 @@
+"""The command: what it prints, what it writes, and how it exits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from conformance import EDITION
+from conformance.adapters.fake_model import write_toy_suite
+from conformance.cli import main
+
+HEAD = """requirement: It answers.
+level: must
+source: [https://example.org]
+model: toy
+profile: smoke
+"""
+BODY = """matrix: {block_size: [1, 4]}
+requests:
+  one: {token_ids: [3, 4, 5], max_tokens: 9}
+steps: [{submit: one}, run]
+checks:
+  - tokens_match_golden
+  - happened: {finished: "==1"}
+"""
+RIGHT, WRONG = "conformance.adapters.fake:FakeEngine", "tests.wrong:Engine"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_toy_suite(tmp_path / "data", {"toy/one": HEAD + BODY, "toy/two": HEAD + BODY})
+
+
+@pytest.fixture
+def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """run(arguments…) → exit status, stdout, stderr; the engine WRONG errs in its fourth token."""
+    from conformance.adapters.fake import fake_engine
+    from conformance.engines import find_engine
+
+    def find(name: str) -> object:
+        return fake_engine(fault="wrong_token") if name == WRONG else find_engine(name)
+
+    monkeypatch.setattr("conformance.cli.find_engine", find)
+
+    def command(*arguments: str | Path) -> tuple[int, str, str]:
+        status = main([str(a) for a in arguments] + ["--data", str(data)])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return command
+
+
+def test_a_right_engine_exits_with_0(run: Run) -> None:
+    status, out, _ = run("run", "--engine", RIGHT)
+    assert status == 0
+    assert out.count("PASS   toy/") == 4
+    assert f"fake 1, suite {EDITION}: passed" in out
+    assert "Power: of 4 cases judged" in out
+
+
+def test_a_wrong_engine_exits_with_1_and_says_how_to_see_it_again(run: Run) -> None:
+    status, out, _ = run("run", "--engine", WRONG, "toy/one")
+    assert status == 1
+    assert "FAIL   toy/one[block_size=1]" in out
+    assert "FAIL tokens_match_golden one: position 3" in out
+    assert "again: conformance run toy/one --engine fake" in out
+
+
+def test_the_command_that_reproduces_a_failure_reproduces_it(run: Run) -> None:
+    _, out, _ = run("run", "--engine", WRONG, "toy/one", "--point", "block_size=4")
+    line = next(line for line in out.splitlines() if "again: " in line)
+    words = line.partition("again: conformance ")[2].split()
+    words[words.index("--engine") + 1] = WRONG
+    status, out, _ = run(*words)
+    assert status == 1
+    assert out.count("FAIL   toy/one[block_size=4]") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "toy/three"], "no scenario matches 'toy/three'"),
+        (["run", "--engine", "nope"], "unknown engine 'nope'"),
+        (["run", "--area", "nope"], "no area 'nope'"),
+        (["run", "--point", "block_size"], "--point takes OPTION=VALUE, got 'block_size'"),
+        (["run", "--model", "other"], "nothing is selected"),
+        (["explain", "nope/nope"], "no scenario matches"),
+        (["models", "path", "nope"], "unknown model 'nope'"),
+    ],
+)
+def test_a_wrong_command_exits_with_2_and_a_message(run: Run, arguments: list[str], message: str) -> None:
+    status, _, err = run(*arguments)
+    assert status == 2
+    assert message in err
+
+
+def test_a_broken_scenario_exits_with_2_with_file_and_line(run: Run, data: Path) -> None:
+    path = data / "scenarios/toy/one.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace("max_tokens", "max_tokenz"), encoding="utf-8")
+    status, _, err = run("run", "--engine", RIGHT)
+    assert status == 2
+    assert f"{path}:10: requests.one.max_tokenz: unknown key" in err
+
+
+def test_a_broken_manifest_exits_with_2(run: Run, data: Path) -> None:
+    (data / "golden/MANIFEST.json").write_text("{", encoding="utf-8")
+    assert run("run", "--engine", RIGHT)[0] == 2
+
+
+def test_an_unknown_argument_exits_with_2(run: Run) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("run", "--enjine", RIGHT)
+    assert caught.value.code == 2
+
+
+def test_json_and_junit_are_written(run: Run, tmp_path: Path) -> None:
+    report, junit = tmp_path / "r.json", tmp_path / "r.xml"
+    status, _, _ = run("run", "--engine", WRONG, "--json", report, "--junit", junit)
+    assert status == 1
+    values = json.loads(report.read_text(encoding="utf-8"))
+    assert values["failed"] is True
+    assert len(values["cases"]) == 4
+    assert values["environment"]["suite"] == EDITION
+    assert len(ElementTree.parse(junit).getroot().findall(".//failure")) == 4
+
+
+def test_saved_histories_are_judged_again_without_an_engine(run: Run, tmp_path: Path) -> None:
+    directory = tmp_path / "histories"
+    assert run("run", "--engine", WRONG, "--history", directory)[0] == 1
+    status, out, _ = run("recheck", directory)
+    assert status == 1
+    assert out.count("FAIL   toy/") == 4
+    assert f"saved histories, suite {EDITION}: FAILED" in out
+
+
+def test_a_history_of_a_scenario_that_is_gone_is_an_error(run: Run, tmp_path: Path, data: Path) -> None:
+    directory = tmp_path / "histories"
+    run("run", "--engine", RIGHT, "--history", directory)
+    (data / "scenarios/toy/two.yaml").unlink()
+    status, _, err = run("recheck", directory)
+    assert status == 2
+    assert "'toy/two', which the suite does not have" in err
+
+
+def test_waived_failures_do_not_fail_the_run_and_stale_ones_do(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "waivers.yaml"
+    file.write_text(
+        "- {scenario: 'toy/*', reason: known, issue: 'https://example.org/1', expiry: 2999-01-01}\n",
+        encoding="utf-8",
+    )
+    status, out, _ = run("run", "--engine", WRONG, "--waivers", file)
+    assert status == 0
+    assert out.count("WAIVED toy/") == 4
+    status, out, _ = run("run", "--engine", RIGHT, "--waivers", file)
+    assert status == 1
+    assert "STALE  waiver on line 1 (toy/*): what it waives passes" in out
+
+
+def test_a_failed_should_fails_only_when_asked(run: Run, data: Path) -> None:
+    for path in (data / "scenarios/toy").iterdir():
+        path.write_text(
+            path.read_text(encoding="utf-8").replace("level: must", "level: should"), encoding="utf-8"
+        )
+    assert run("run", "--engine", WRONG)[0] == 0
+    assert run("run", "--engine", WRONG, "--strict-should")[0] == 1
+
+
+def test_list_explain_and_lint(run: Run) -> None:
+    status, out, _ = run("list", "--cost")
+    assert (status, out.splitlines()[-1]) == (0, "2 scenarios, 4 cases, about 48 tokens to compute")
+    status, out, _ = run("explain", "toy/one")
+    assert status == 0
+    assert "conformance run toy/one" in out
+    status, out, _ = run("lint")
+    assert (status, out) == (0, "2 scenarios, 0 problems\n")
+
+
+def test_lint_fails_on_a_problem(run: Run, data: Path) -> None:
+    path = data / "scenarios/toy/one.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace("[3, 4, 5]", "[3, 4, 6]"), encoding="utf-8")
+    status, out, _ = run("lint")
+    assert status == 1
+    assert "no golden for toy/one:one on toy in float32" in out
+
+
+def test_models_are_listed_found_and_exported(run: Run, data: Path, tmp_path: Path) -> None:
+    checkpoint = data / "golden/checkpoints/toy"
+    status, out, _ = run("models", "list")
+    assert status == 0
+    assert f"toy  {checkpoint}\n" in out
+    assert run("models", "path", "toy")[:2] == (0, f"{checkpoint}\n")
+    assert run("models", "export", tmp_path / "out", "toy")[0] == 0
+    assert (tmp_path / "out/toy/config.json").is_file()
+
+
+def test_golden_is_its_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def golden(arguments: list[str]) -> int:
+        seen.append(arguments)
+        return 7
+
+    monkeypatch.setattr("conformance.golden_cli.main", golden)
+    assert main(["golden", "verify", "--model", "toy"]) == 7
+    assert seen == [["verify", "--model", "toy"]]
+
+
+def test_the_version_is_the_suites(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert EDITION in capsys.readouterr().out
