@@ -162,6 +162,19 @@ def test_a_chain_grows_with_the_generated_tokens() -> None:
 # --- the index -----------------------------------------------------------------------------------
 
 
+def test_a_forked_chain_shares_contents_and_then_goes_its_own_way() -> None:
+    index = PrefixIndex(2, 0)
+    media = (image(0, 3, "x"), image(5, 2, "y"))
+    parent, child = request(range(8), media=media), request([*range(6), 9, 9], media=media)
+    chain = index.chain(parent)
+    contents = [chain.content(i) for i in range(4)]
+    fork = chain.fork(child, 2)
+    assert [fork.content(i) is contents[i] for i in range(4)] == [True, True, False, False]
+    assert [fork.content(i).key for i in range(4)] == keys(child, 2)
+    assert fork.content(2).key == contents[2].key
+    assert fork.content(3).key != contents[3].key
+
+
 def test_the_longest_published_prefix_is_found_up_to_the_limit() -> None:
     index = PrefixIndex(2, 0)
     publish(index, request([1, 2, 3, 4, 5, 6]), [7, 8, 9])
