@@ -17,7 +17,7 @@ from conformance.contracts.base import (
     Span,
     Tags,
 )
-from conformance.contracts.targets import TargetNotFound, find_target
+from conformance.contracts.targets import Target, TargetNotFound, find_target
 
 __all__ = [
     "Allocator",
@@ -33,6 +33,7 @@ __all__ = [
     "Row",
     "Span",
     "Tags",
+    "Target",
     "TargetNotFound",
     "find_target",
 ]

@@ -58,8 +58,14 @@ def make_world(target: Target, setup: Setup, seen: Counter[str], *, strict: bool
 
 def replay(target: Target, setup: Setup, operations: Iterable[Operation]) -> tuple[str, str] | None:
     """Apply a log to a fresh target. (signature, message) of what broke, None if nothing did."""
+    return _try(target, setup, operations, strict=False) or _try(target, setup, operations, strict=True)
+
+
+def _try(
+    target: Target, setup: Setup, operations: Iterable[Operation], *, strict: bool
+) -> tuple[str, str] | None:
     try:
-        world = make_world(target, setup, Counter())
+        world = make_world(target, setup, Counter(), strict=strict)
         for operation in operations:
             world.apply(operation)
         world.finish()
@@ -97,6 +103,8 @@ class Fuzzer:
     num_operations: int = 0
     #: Every so many examples one is run twice, to see that it happens in the same way.
     repeat_every: int = 64
+    #: Every so many examples the target's own check runs after every operation.
+    strict_every: int = 8
 
     def run(self, count: int) -> Failure | None:
         """The next `count` examples, or fewer: the first failure ends it."""
@@ -113,7 +121,8 @@ class Fuzzer:
         setup = self._setup(chance)
         log: list[Operation] = []
         try:
-            world = make_world(self.target, setup, self.seen)
+            strict = example % self.strict_every == 0
+            world = make_world(self.target, setup, self.seen, strict=strict)
             for operation in self._operations(world, chance):
                 log.append(operation)
                 world.apply(operation)

@@ -53,6 +53,8 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
         else:
             stem = chance.pick(stems)
             made = (*stem[: chance.between(1, len(stem))], *chance.tokens(setup.vocabulary, 0, 3))
+        if setup.oversized and chance.one_in(4):
+            made = (made * setup.max_model_len)[: setup.max_model_len + chance.between(-1, 1)]
         prompts.append(made if setup.oversized else made[:longest])
         return prompts[-1]
 
@@ -98,12 +100,12 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
     for _ in range(chance.between(3, 14)):
         while len(world.live()) < _MOST_LIVE and not chance.one_in(2):
             yield arrival()
-        if chance.one_in(6):
+        if chance.one_in(4):
             yield from disturb()
         yield PlanStep(ship=can.ship and chance.one_in(32))
         if can.replan and chance.one_in(32):
             yield PlanStep()
-        if chance.one_in(6):
+        if chance.one_in(5):
             yield from disturb()  # inside the step
         rows = world.rows()
         fail = chance.pick(rows).name if can.fail and rows and chance.one_in(24) else None

@@ -36,7 +36,7 @@ class Limits:
 
 
 #: "ci" is a fixed number of examples.
-PROFILES = {"ci": Limits(None, 6000, 0.1)}
+PROFILES = {"ci": Limits(None, 3000, 0.1)}
 
 
 @dataclass(frozen=True, slots=True)
