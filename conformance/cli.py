@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -39,6 +40,12 @@ from conformance.waivers import Waiver, WaiverError, load_waivers
 
 __all__ = ["main", "parser"]
 
+#: Commands with a command line of their own: the module whose `main` and `parser` they are, and what for.
+_PARTS = {
+    "golden": ("conformance.golden_cli", "record, verify or update golden records"),
+    "fuzz": ("conformance.fuzz.cli", "fuzz a block manager or scheduler: minivllm's or your own"),
+}
+
 _USAGE_ERRORS = (
     ArchiveError,
     DataMissing,
@@ -54,11 +61,9 @@ _USAGE_ERRORS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["golden"]:
-        # Recording needs torch and Transformers; nothing else here does.
-        from conformance.golden_cli import main as golden
-
-        return golden(arguments[1:])
+    if arguments and arguments[0] in _PARTS:
+        # Imported when asked for: recording needs torch and Transformers; nothing else here does.
+        return int(import_module(_PARTS[arguments[0]][0]).main(arguments[1:]))
     args = parser().parse_args(arguments)
     console = Console(highlight=False)
     try:
@@ -208,7 +213,8 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("directory", type=Path)
     export.add_argument("names", nargs="*", help="which; none means all that are here")
 
-    commands.add_parser("golden", help="record, verify or update golden records", add_help=False)
+    for name, (_module, text) in _PARTS.items():
+        commands.add_parser(name, help=text, add_help=False)
     for command in (run, recheck, listing, explain, lint, names, path, export):
         command.add_argument(
             "--data", type=Path, metavar="DIR", help="directory with golden/ and scenarios/ (the suite's own)"
