@@ -110,6 +110,7 @@ COUNTERS: Mapping[str, Callable[[Pass], int]] = {
             "evicted",
             "encoded",
             "copied",
+            "forked",
             "swapped_out",
             "swapped_in",
             "preempted",
