@@ -83,18 +83,29 @@ class EngineConfig:
             problems.append("model must be a directory or a .gguf file, got an empty path")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             problems.append(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}")
+        for name in ("device", "attention_backend", "ops_backend"):
+            if not isinstance(value := getattr(self, name), str):
+                problems.append(f"{name} must be a name, got {value!r}")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "batch_invariant"):
+            if not isinstance(value := getattr(self, name), bool):
+                problems.append(f"{name} must be True or False, got {value!r}")
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not _is_integer(value := getattr(self, name)) or value < 1:
                 problems.append(f"{name} must be a positive integer, got {value!r}")
         for name, low in (("num_kv_blocks", 2), ("kv_cache_memory_bytes", 1), ("max_model_len", 2)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+            if value is not None and (not _is_integer(value) or value < low):
                 problems.append(f"{name} must be an integer of at least {low}, got {value!r}")
+        if not _is_integer(self.seed):
+            problems.append(f"seed must be an integer, got {self.seed!r}")
+        if self.prefix_cache_seed is not None and not _is_integer(self.prefix_cache_seed):
+            problems.append(f"prefix_cache_seed must be an integer or None, got {self.prefix_cache_seed!r}")
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             problems.append("give num_kv_blocks or kv_cache_memory_bytes, not both")
-        if self.swap_space_bytes < 0:
-            problems.append(f"swap_space_bytes must not be negative, got {self.swap_space_bytes}")
+        if not _is_integer(self.swap_space_bytes) or self.swap_space_bytes < 0:
+            problems.append(
+                f"swap_space_bytes must be an integer of at least 0, got {self.swap_space_bytes!r}"
+            )
         if self.preemption_mode not in ("recompute", "swap", "auto"):
             problems.append(f"preemption_mode must be recompute, swap or auto, got {self.preemption_mode!r}")
         if self.scheduling_policy not in ("fcfs", "priority"):
@@ -107,6 +118,10 @@ class EngineConfig:
                     f"batch_invariant needs attention_backend tiled, got {self.attention_backend!r}"
                 )
         return problems
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from numbers import Real
 from typing import Any, overload
 
 from minivllm.errors import BadParameter
@@ -137,10 +138,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        if self.forced_token_ids is not None:
-            object.__setattr__(self, "forced_token_ids", tuple(self.forced_token_ids))
+        for name in ("stop", "stop_token_ids", "bad_words", "forced_token_ids"):
+            value = getattr(self, name)
+            if value is None and name != "forced_token_ids":
+                object.__setattr__(self, name, ())
+            elif isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+                object.__setattr__(self, name, tuple(value))  # anything else is refused below
         problems = list(self._problems())
         if problems:
             raise BadParameter("; ".join(problems))
@@ -165,55 +168,84 @@ class SamplingParams:
     def _problems(self) -> list[str]:
         def number(name: str) -> float:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
                 problems.append(f"{name} must be a finite number, got {value!r}")
-                return math.nan
+                return math.nan  # fails no comparison below
             return float(value)
 
-        def integer(name: str, low: int, none_ok: bool = False) -> None:
+        def integer(name: str, low: int, none_ok: bool = False) -> int | None:
             value = getattr(self, name)
             if value is None and none_ok:
-                return
+                return None
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 problems.append(f"{name} must be an integer of at least {low}, got {value!r}")
+                return None
+            return value
+
+        def listed(name: str) -> tuple[Any, ...]:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, tuple):
+                problems.append(f"{name} must be a list, got {value!r}")
+                return ()
+            return value or ()
 
         problems: list[str] = []
         if number("temperature") < 0:
             problems.append(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
-        if not number("top_p") > 0 or self.top_p > 1:
+        if (top_p := number("top_p")) <= 0 or top_p > 1:
             problems.append(f"top_p must be in (0, 1], got {self.top_p}")
-        if number("min_p") < 0 or self.min_p > 1:
+        if (min_p := number("min_p")) < 0 or min_p > 1:
             problems.append(f"min_p must be in [0, 1], got {self.min_p}")
         for name in ("presence_penalty", "frequency_penalty"):
             if abs(number(name)) > 2:
                 problems.append(f"{name} must be in [-2, 2], got {getattr(self, name)}")
-        if not number("repetition_penalty") > 0:
+        if number("repetition_penalty") <= 0:
             problems.append(f"repetition_penalty must be positive, got {self.repetition_penalty}")
-        integer("n", 1)
+        n = integer("n", 1)
         integer("top_k", -1)
-        integer("max_tokens", 1, none_ok=True)
-        integer("min_tokens", 0)
+        max_tokens = integer("max_tokens", 1, none_ok=True)
+        min_tokens = integer("min_tokens", 0)
         integer("seed", -(2**63), none_ok=True)
         integer("logprobs", -1, none_ok=True)
         integer("prompt_logprobs", -1, none_ok=True)
-        if isinstance(self.max_tokens, int) and self.min_tokens > self.max_tokens:
-            problems.append(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            problems.append(f"stop must hold non-empty strings, got {list(self.stop)!r}")
-        if self.stop and not self.detokenize:
+        if max_tokens is not None and min_tokens is not None and min_tokens > max_tokens:
+            problems.append(f"min_tokens {min_tokens} exceeds max_tokens {max_tokens}")
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(value := getattr(self, name), bool):
+                problems.append(f"{name} must be True or False, got {value!r}")
+        stop = listed("stop")
+        if any(not isinstance(s, str) or not s for s in stop):
+            problems.append(f"stop must hold non-empty strings, got {list(stop)!r}")
+        if stop and not self.detokenize:
             problems.append("stop strings need detokenize=True")
-        if any(not isinstance(w, str) or not w.strip() for w in self.bad_words):
-            problems.append(f"bad_words must hold non-empty strings, got {list(self.bad_words)!r}")
+        bad_words = listed("bad_words")
+        if any(not isinstance(w, str) or not w.strip() for w in bad_words):
+            problems.append(f"bad_words must hold non-empty strings, got {list(bad_words)!r}")
         for name in ("stop_token_ids", "forced_token_ids"):
-            ids = getattr(self, name) or ()
+            ids = listed(name)
             if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
                 problems.append(f"{name} must hold token ids, got {list(ids)!r}")
-        for key, bias in (self.logit_bias or {}).items():
-            if isinstance(key, bool) or not isinstance(key, int) or key < 0 or not math.isfinite(bias):
-                problems.append(f"logit_bias maps token ids to finite numbers, got {key!r}: {bias!r}")
-        if self.temperature == 0.0 and self.n > 1:
-            problems.append(f"n must be 1 with temperature 0 (all would be equal), got {self.n}")
+        problems += self._bias_problems()
+        if n is not None and n > 1 and self.temperature == 0:
+            problems.append(f"n must be 1 with temperature 0 (all would be equal), got {n}")
         return problems
+
+    def _bias_problems(self) -> list[str]:
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            return [f"logit_bias maps token ids to finite numbers, got {self.logit_bias!r}"]
+        return [
+            f"logit_bias maps token ids to finite numbers, got {key!r}: {bias!r}"
+            for key, bias in (self.logit_bias or {}).items()
+            if isinstance(key, bool) or not isinstance(key, int) or key < 0 or not _is_finite(bias)
+        ]
+
+
+def _is_finite(value: object) -> bool:
+    """Whether a value is a number that a float can hold."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an int beyond the floats
+        return False
 
 
 class TokenView(Sequence[int]):

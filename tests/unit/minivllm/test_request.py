@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +42,24 @@ from minivllm.request import RequestStatus, SamplingParams, TokenView
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
         ({"logit_bias": {1: float("inf")}}, "logit_bias"),
         ({"seed": 1.5}, "seed"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"min_p": None}, "min_p"),
+        ({"min_p": "x"}, "min_p"),
+        ({"min_tokens": "a"}, "min_tokens"),
+        ({"min_tokens": None}, "min_tokens"),
+        ({"n": "two", "temperature": 0.0}, "n must"),
+        ({"ignore_eos": "no"}, "ignore_eos"),
+        ({"detokenize": None}, "detokenize"),
+        ({"stop": 5}, "stop"),
+        ({"stop": b"x"}, "stop"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop_token_ids": {5: 1}}, "stop_token_ids"),
+        ({"forced_token_ids": 5}, "forced_token_ids"),
+        ({"bad_words": 5}, "bad_words"),
+        ({"bad_words": "abc"}, "bad_words"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {1: "x"}}, "logit_bias"),
+        ({"logit_bias": {1: None}}, "logit_bias"),
     ],
 )
 def test_a_bad_value_is_refused_by_its_name(values: dict[str, object], word: str) -> None:
@@ -61,6 +80,11 @@ def test_an_unknown_name_is_refused_with_the_closest_known_one() -> None:
 
 def test_a_single_stop_string_is_a_list_of_one() -> None:
     assert SamplingParams(stop="END").stop == ("END",)
+
+
+def test_lists_may_come_as_arrays_and_be_none() -> None:
+    assert SamplingParams(stop=np.array(["a", "b"])).stop == ("a", "b")
+    assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None) == SamplingParams()  # type: ignore[arg-type]  # callers do
 
 
 def test_only_finished_and_failed_are_final() -> None:
