@@ -231,11 +231,12 @@ class SamplingParams:
         return problems
 
     def _bias_problems(self) -> list[str]:
-        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
-            return [f"logit_bias maps token ids to finite numbers, got {self.logit_bias!r}"]
+        given: object = self.logit_bias or {}
+        if not isinstance(given, Mapping):
+            return [f"logit_bias maps token ids to finite numbers, got {given!r}"]
         return [
             f"logit_bias maps token ids to finite numbers, got {key!r}: {bias!r}"
-            for key, bias in (self.logit_bias or {}).items()
+            for key, bias in given.items()
             if isinstance(key, bool) or not isinstance(key, int) or key < 0 or not _is_finite(bias)
         ]
 
