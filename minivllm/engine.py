@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from minivllm.build import EngineParts, build_engine
 from minivllm.cache import KVSnapshot, PoolCounts
-from minivllm.config import EngineConfig, ResolvedConfig
+from minivllm.config import EngineConfig, PreemptionMode, ResolvedConfig
 from minivllm.errors import ConfigError, InvariantError, UnknownRequest
 from minivllm.models import DecoderModel, replace_weights
 from minivllm.processor import Prompt
@@ -113,9 +113,13 @@ class LLMEngine:
 
     # ---- what a person or a test wants to see or do between steps ------------------------------
 
-    def preempt_request(self, request_id: str) -> bool:
-        """Take a running request's blocks away; it resumes later. False if it holds none."""
-        return self._scheduler.preempt(request_id)
+    def preempt_request(self, request_id: str, mode: PreemptionMode | None = None) -> bool:
+        """Take a running request's blocks away; it resumes later. False if it holds none.
+
+        Args:
+            mode: instead of the configured preemption_mode.
+        """
+        return self._scheduler.preempt(request_id, mode)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block; False (and nothing done) while requests hold blocks."""
@@ -145,7 +149,7 @@ class LLMEngine:
 
     def kv_snapshot(self) -> KVSnapshot:
         """Every block of the KV cache and of the host pool: who holds it, and what is in it."""
-        return self._scheduler.block_manager.snapshot(self._scheduler.requests)
+        return self._scheduler.kv_snapshot()
 
     def pool_counts(self) -> PoolCounts:
         """How the block pool stands."""

@@ -92,8 +92,6 @@ class Processor:
                 f"the prompt has {len(token_ids)} tokens and max_model_len is {limit}: "
                 f"at most {limit - 1} leave room for one generated token"
             )
-        if sampling.n > 1:
-            raise UnsupportedError(f"n={sampling.n} is not implemented yet: submit the prompt n times")
         if sampling.stop and self._tokenizer is None:
             raise UnsupportedError("stop strings need a tokenizer, and this model has none")
         check_sampling(sampling, vocab)

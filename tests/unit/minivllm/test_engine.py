@@ -17,7 +17,6 @@ from minivllm.errors import (
     DuplicateRequest,
     PromptTooLong,
     UnknownRequest,
-    UnsupportedError,
 )
 from minivllm.request import RequestOutput, SamplingParams
 from minivllm.trace import Event
@@ -64,7 +63,6 @@ def test_a_bad_request_is_refused_and_the_others_are_served(tiny_llama: str) -> 
         ({}, GREEDY, BadParameter, "prompt_token_ids"),
         (17, GREEDY, BadParameter, "int"),
         ({"prompt_token_ids": [1] * 40}, GREEDY, PromptTooLong, "40"),
-        ({"prompt_token_ids": [1]}, SamplingParams(n=2), UnsupportedError, "n=2"),
         ({"prompt_token_ids": [1]}, SamplingParams(logit_bias={448: 1.0}), BadParameter, "448"),
         ({"prompt_token_ids": [1]}, SamplingParams(forced_token_ids=[9999]), BadParameter, "9999"),
     ]
