@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 
-
 @dataclass(frozen=True, slots=True)
 class Span:
     """Positions start … start + length - 1 stand for an image: the KV depends on its content."""
@@ -333,9 +332,7 @@ class Engine(Protocol):
 
     def __init__(self, shape: EngineShape) -> None: ...
 
-    def add(
-        self, tokens: Sequence[int], max_tokens: int, ignore_eos: bool, **options: Any
-    ) -> str | Rejected:
+    def add(self, tokens: Sequence[int], max_tokens: int, ignore_eos: bool, **options: Any) -> str | Rejected:
         """Queue a request; returns the name that rows will carry."""
         ...
 

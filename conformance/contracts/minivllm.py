@@ -308,7 +308,9 @@ class MiniVLLMEngine:
 
         for rid, request in self._requests.items():
             if request.num_preemptions - self._preempted[rid] > self._scheduler.max_preemptions:
-                raise AssertionError(f"{rid} lost its blocks {request.num_preemptions} times for want of room")
+                raise AssertionError(
+                    f"{rid} lost its blocks {request.num_preemptions} times for want of room"
+                )
 
     def _note(self, event: Event) -> None:
         if isinstance(event, PrefixHit) and not event.resumed:
@@ -356,7 +358,9 @@ class TensorMemory:
 
     def read(self, slots: Sequence[int]) -> list[int | None]:
         where = self._torch.tensor(slots, dtype=self._torch.int64)
-        rows = [tensor.flatten().tolist() for layer in range(2) for tensor in self._cache.gather(layer, where)]
+        rows = [
+            tensor.flatten().tolist() for layer in range(2) for tensor in self._cache.gather(layer, where)
+        ]
         return [self._value(forms) for forms in zip(*rows, strict=True)]
 
     def poison(self, blocks: Iterable[int]) -> None:
@@ -411,9 +415,7 @@ def _copies(copies: Sequence[BlockCopy]) -> tuple[Copy, ...]:
     return tuple([Copy(c.source, c.target) for c in copies])
 
 
-def _request(
-    rid: str, tokens: Sequence[int], tags: Tags, sampling: SamplingParams = _PARAMS
-) -> Request:
+def _request(rid: str, tokens: Sequence[int], tags: Tags, sampling: SamplingParams = _PARAMS) -> Request:
     return Request(
         rid,
         list(tokens),

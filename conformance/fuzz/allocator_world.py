@@ -70,7 +70,7 @@ class AllocatorWorld:
     Args:
         target: adapter class (anything that makes an adapter from an `AllocatorShape`).
         seen: counts what the example reached, see `conformance.fuzz.coverage`.
-        strict: run the target's own check after every operation, not only after every fourth run
+        strict: run the target's own check after every operation, not only after every eighth run
             and at the end.
     """
 
@@ -245,7 +245,7 @@ class AllocatorWorld:
         for h in rows:
             self._commit(h)
         self._runs += 1
-        if self.can.white_box and self._runs % 4 == 0:
+        if self.can.white_box and self._runs % 8 == 0:
             self.target.check()
 
     def _read(self, h: Holder) -> None:

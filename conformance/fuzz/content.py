@@ -25,6 +25,10 @@ class Content:
         self._children: dict[int, set[int]] = {}  # value → published blocks that follow it
         self._barred: set[int] = set()  # not to be published again before they are handed out anew
 
+    def __len__(self) -> int:
+        """Blocks that could be hit."""
+        return len(self._of)
+
     def __contains__(self, block: object) -> bool:
         """Whether anything is known of what the block holds."""
         return block in self._of or block in self._barred
@@ -34,9 +38,7 @@ class Content:
         self._blocks.clear()
         self._children.clear()
 
-    def publish(
-        self, table: Sequence[int], values: Sequence[int], computed: int, private: int = 0
-    ) -> None:
+    def publish(self, table: Sequence[int], values: Sequence[int], computed: int, private: int = 0) -> None:
         """Note the full computed blocks of a table; not the first `private` tokens' blocks."""
         size = self.block_size
         for index in range(-(-private // size), computed // size):

@@ -104,7 +104,7 @@ class Fuzzer:
     #: Every so many examples one is run twice, to see that it happens in the same way.
     repeat_every: int = 64
     #: Every so many examples the target's own check runs after every operation.
-    strict_every: int = 8
+    strict_every: int = 16
 
     def run(self, count: int) -> Failure | None:
         """The next `count` examples, or fewer: the first failure ends it."""

@@ -42,6 +42,9 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
     stems = [chance.tokens(setup.vocabulary, 1, max(1, longest - 2)) for _ in range(chance.between(1, 2))]
     prompts: list[tuple[int, ...]] = []
     number = 0
+    # As for an allocator, each example dwells on few things that disturb it.
+    kinds = ["abort"] + ["preempt"] * (chance.pick((0, 1, 4)) if can.preempt else 0)
+    calm = chance.pick((2, 4, 8))
 
     def prompt() -> tuple[int, ...]:
         kind = chance.below(8)
@@ -91,21 +94,20 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
             return
         job = chance.pick(live)
         name = (job.family[0] if chance.one_in(3) else job).name
-        if chance.one_in(2):
-            if world.planned is None and can.abort or can.abort_inside_step:
-                yield Abort(name)
-        elif can.preempt:
+        if chance.pick(kinds) == "preempt":
             yield Preempt(name)
+        elif can.abort if world.planned is None else can.abort_inside_step:
+            yield Abort(name)
 
     for _ in range(chance.between(3, 14)):
         while len(world.live()) < _MOST_LIVE and not chance.one_in(2):
             yield arrival()
-        if chance.one_in(4):
+        if chance.one_in(calm):
             yield from disturb()
         yield PlanStep(ship=can.ship and chance.one_in(32))
         if can.replan and chance.one_in(32):
             yield PlanStep()
-        if chance.one_in(5):
+        if chance.one_in(calm):
             yield from disturb()  # inside the step
         rows = world.rows()
         fail = chance.pick(rows).name if can.fail and rows and chance.one_in(24) else None

@@ -244,7 +244,12 @@ class EngineWorld:
             sampled[row.rid] = job.story.next_token(vocabulary)
             for index, rid in enumerate(row.forks, 1):
                 child = Job(
-                    f"{job.name}/{index}", rid, job.add, job.story.branch(row.kv_len, index), job.limit, job.arrival
+                    f"{job.name}/{index}",
+                    rid,
+                    job.add,
+                    job.story.branch(row.kv_len, index),
+                    job.limit,
+                    job.arrival,
                 )
                 sampled[rid] = child.story.next_token(vocabulary)
                 born.setdefault(row.rid, []).append(child)
@@ -388,8 +393,7 @@ class EngineWorld:
         fresh = [
             block
             for i, block in enumerate(row.table)
-            if block in copied
-            or (i >= hits and (known[i : i + 1] != (block,) or block in self.content))
+            if block in copied or (i >= hits and (known[i : i + 1] != (block,) or block in self.content))
         ]
         self._fresh += fresh
         self.content.take(fresh)
@@ -417,7 +421,9 @@ class EngineWorld:
             if got != wanted:
                 wrong = [i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b]
                 what = "nothing" if got[wrong[0]] is None else "something else"
-                broken("context", f"{job.name} reads {what} at positions {wrong} of {row.kv_len}, {row.table}")
+                broken(
+                    "context", f"{job.name} reads {what} at positions {wrong} of {row.kv_len}, {row.table}"
+                )
 
     def _advance(
         self, job: Job, row: Row, sampled: Mapping[str, int], born: list[Job], failing: Job | None

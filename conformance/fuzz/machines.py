@@ -106,7 +106,7 @@ class AllocatorMachine(_Machine):
         idle = [h for h in self._holders("running") if not h.granted]
         self.do(More(_pick(idle, index).name, n))
 
-    @precondition(lambda self: self._holders("running"))
+    @precondition(lambda self: any(not h.granted for h in self._holders("running")))
     @rule(n=_AMOUNT)
     def more_for_all(self, n: int) -> None:
         """As a decode step of everybody."""
@@ -153,7 +153,7 @@ class AllocatorMachine(_Machine):
     def probe(self, tokens: tuple[int, ...], n: int) -> None:
         self.do(Probe("probe", tokens, n))
 
-    @precondition(lambda self: self.target.can.reset)
+    @precondition(lambda self: self.target.can.reset and self.world.content)
     @rule()
     def reset(self) -> None:
         self.do(Reset())
@@ -202,7 +202,7 @@ class EngineMachine(_Machine):
             prompt_logprobs="prompt_logprobs" in can and n == 1 and draw(rarely),
         )
 
-    @precondition(lambda self: self._outside())
+    @precondition(lambda self: self._outside() and self.world.live())
     @rule(steps=st.integers(1, 4))
     def step(self, steps: int) -> None:
         """Whole steps, undisturbed."""
@@ -211,24 +211,18 @@ class EngineMachine(_Machine):
             self.do(Commit())
 
     @precondition(lambda self: self._outside() and self.world.live())
-    @rule(ship=st.booleans())
-    def plan(self, ship: bool) -> None:
+    @rule(ship=st.booleans(), twice=st.booleans())
+    def plan(self, ship: bool, twice: bool) -> None:
+        """The beginning of a step; what comes before the commit is inside it."""
         self.do(PlanStep(ship))
-
-    @precondition(lambda self: not self._outside() and self.target.can.replan)
-    @rule()
-    def plan_again(self) -> None:
-        self.do(PlanStep())
+        if twice and self.target.can.replan:
+            self.do(PlanStep(ship))
 
     @precondition(lambda self: not self._outside())
-    @rule()
-    def commit(self) -> None:
-        self.do(Commit())
-
-    @precondition(lambda self: not self._outside() and self.target.can.fail)
-    @rule(index=_INDEX)
-    def commit_with_a_failure(self, index: int) -> None:
-        self.do(Commit(_pick(self.world.rows(), index).name))
+    @rule(failing=st.none() | _INDEX)
+    def commit(self, failing: int | None) -> None:
+        can = self.target.can.fail and failing is not None
+        self.do(Commit(_pick(self.world.rows(), failing or 0).name if can else None))
 
     @precondition(lambda self: self.target.can.abort and self.world.live())
     @rule(index=_INDEX, whole=st.booleans())
@@ -241,7 +235,7 @@ class EngineMachine(_Machine):
     def preempt(self, index: int) -> None:
         self.do(Preempt(_pick(self.world.live(), index).name))
 
-    @precondition(lambda self: self.target.can.reset and self._outside())
+    @precondition(lambda self: self.target.can.reset and self._outside() and self.world.jobs)
     @rule()
     def reset(self) -> None:
         self.do(Reset())

@@ -178,9 +178,7 @@ ENGINE_OPERATIONS: Mapping[str, type[Any]] = {_name(kind): kind for kind in _ENG
 def to_plain(operation: Operation) -> dict[str, Any]:
     """As JSON data: {"op": name, field: value …}; fields that have their default are left out."""
     defaults = operation._field_defaults
-    fields = {
-        k: v for k, v in operation._asdict().items() if k not in defaults or defaults[k] != v
-    }
+    fields = {k: v for k, v in operation._asdict().items() if k not in defaults or defaults[k] != v}
     return {"op": _name(type(operation)), **fields}
 
 
