@@ -18,6 +18,10 @@ from conformance.scenario import Scenario, Step
 __all__ = ["Arm", "PassPlan", "expand_arms", "plan_arm", "why_not_offered"]
 
 
+#: Host blocks of a swapping arm where the scenario does not say how large its pool is.
+_HOST_BLOCKS = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """One value on one axis of a same_under check."""
@@ -51,15 +55,19 @@ class PassPlan:
 
 
 def expand_arms(scenario: Scenario, live_after: Sequence[int]) -> list[Arm]:
-    """All arms of the scenario, `preempt: every` as one arm per step that left a request alive."""
+    """All arms of the scenario, with an arm per step that left a request alive for `preempt: every`
+    and for each mode of `preemption`."""
     arms = []
     for check in scenario.check("same_under"):
         for axis, values in check.args.items():
             if axis not in AXES:
                 continue
             for value in values if isinstance(values, list) else [values]:
+                alive = [k for k, live in enumerate(live_after, 1) if live]
                 if axis == "preempt" and value == "every":
-                    arms += [Arm(axis, k) for k, live in enumerate(live_after, 1) if live]
+                    arms += [Arm(axis, k) for k in alive]
+                elif axis == "preemption":
+                    arms += [Arm(axis, f"{value}@{k}") for k in alive]
                 else:
                     arms.append(Arm(axis, value))
     return list(dict.fromkeys(arms))
@@ -75,7 +83,10 @@ def why_not_offered(arm: Arm, scenario: Scenario, capabilities: Capabilities) ->
     for feature in sorted(features - capabilities.features):
         reason = capabilities.missing.get(feature)
         return f"{capabilities.engine} lacks {feature}" + (f": {reason}" if reason else "")
-    for option in _OPTIONS.get(arm.axis, ()):
+    options = _OPTIONS.get(arm.axis, ())
+    if arm.axis == "preemption" and str(arm.value).startswith("swap"):
+        options = (*options, "num_host_blocks")
+    for option in options:
         if option not in capabilities.options:
             return f"{capabilities.engine} does not honour the option {option}"
     return None
@@ -123,6 +134,15 @@ def _preempt(plan: PassPlan, value: Any, _s: Scenario, _r: Mapping[str, EngineRe
     return replace(plan, preempt_at=value)
 
 
+def _preemption(plan: PassPlan, value: Any, _s: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
+    """`value` is "<mode>@<step>"; a host pool as large as the device's has room for whatever leaves it."""
+    mode, _, step = str(value).partition("@")
+    options = {**plan.options, "preemption_mode": mode}
+    if mode == "swap" and not {"num_host_blocks", "swap_space_bytes"} & set(options):
+        options["num_host_blocks"] = options.get("num_kv_blocks", _HOST_BLOCKS)
+    return replace(plan, options=options, preempt_at=int(step))
+
+
 def _poison(plan: PassPlan, _v: Any, _s: Scenario, _r: Mapping[str, EngineRequest]) -> PassPlan:
     steps = tuple(
         replace(step, argument={**step.argument, "poison": True}) if step.kind == "run" else step
@@ -146,7 +166,7 @@ def _prefix_cache(
     for name in _served(scenario):
         sampling = {**requests[name].sampling, "max_tokens": 1}
         # Prompt logprobs make an engine skip its cache, and a warm-up must fill it.
-        for unwanted in ("prompt_logprobs", "min_tokens", "logprobs", "forced_token_ids"):
+        for unwanted in ("n", "prompt_logprobs", "min_tokens", "logprobs", "forced_token_ids"):
             sampling.pop(unwanted, None)
         warm[f"{ANCILLARY}warm.{name}"] = replace(
             requests[name],
@@ -227,6 +247,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "batch": (),
     "prefix_cache": ("prefix_cache",),
     "preempt": ("stepped", "preempt"),
+    "preemption": ("stepped", "preempt"),
     "backend": (),
     "threads": (),
     "poison": ("stepped", "poison"),
@@ -236,6 +257,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "chunk": ("max_num_batched_tokens",),
     "block_size": ("block_size",),
     "prefix_cache": ("enable_prefix_caching",),
+    "preemption": ("preemption_mode",),
     "backend": ("attention_backend",),
     "threads": ("threads",),
 }
@@ -245,6 +267,7 @@ _PLANS: Mapping[str, Callable[[PassPlan, Any, Scenario, Mapping[str, EngineReque
     "batch": _batch,
     "prefix_cache": _prefix_cache,
     "preempt": _preempt,
+    "preemption": _preemption,
     "backend": _backend,
     "threads": _threads,
     "poison": _poison,

@@ -26,8 +26,11 @@ def passes_of(scenario: Scenario) -> int:
     for check in scenario.check("same_under"):
         for axis, values in check.args.items():
             if axis in AXES:
-                every = axis == "preempt" and "every" in values
-                count += max(r.max_tokens for r in scenario.requests.values()) if every else len(values)
+                steps = max(r.max_tokens for r in scenario.requests.values())
+                if axis == "preemption":
+                    count += steps * len(values)
+                else:
+                    count += steps if axis == "preempt" and "every" in values else len(values)
     return count
 
 

@@ -43,6 +43,7 @@ __all__ = ["main", "parser"]
 #: Commands with a command line of their own: the module whose `main` and `parser` they are, and what for.
 _PARTS = {
     "golden": ("conformance.golden_cli", "record, verify or update golden records"),
+    "kv-map": ("conformance.kv_map", "draw who holds which block of a KV cache"),
     "fuzz": ("conformance.fuzz.cli", "fuzz a block manager or scheduler: minivllm's or your own"),
 }
 

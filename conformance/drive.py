@@ -14,8 +14,11 @@ from conformance.adapters.base import (
     EngineOutput,
     EngineRequest,
     Stepped,
+    Swapping,
     Traced,
     Weights,
+    request_of,
+    sequence_names,
 )
 from conformance.history import Operation
 from conformance.prompts import filler_prompt
@@ -32,6 +35,7 @@ _FEATURES = {
     "abort": "stepped",
     "fragment": "stepped",
     "preempt": "preempt",
+    "swap": "swap",
     "reset_cache": "prefix_cache",
     "poison": "poison",
     "swap_weights": "update_weights",
@@ -79,7 +83,8 @@ class Drive:
     Attributes:
         requests: everything that may be submitted, by name.
         options: the engine options in force, for sizes that depend on them.
-        preempt_at: after this many engine steps, preempt every judged request.
+        preempt_at: after this many engine steps, preempt every judged request. Sequences of one
+            request count as requests, by their names.
         operations: the steps done, with their outcomes.
         events: the engine's events, in order.
         live_after: number of judged, unfinished requests after each engine step.
@@ -135,7 +140,7 @@ class Drive:
 
     def submit(self, names: list[str]) -> dict[str, str]:
         for name in names:
-            self._submitted.append(name)
+            self._submitted += sequence_names(name, self.requests[name].sampling)
             if self.stepped is None:
                 self._pending.append(name)
                 continue
@@ -190,12 +195,11 @@ class Drive:
 
     def preempt(self, names: list[str]) -> list[str]:
         """Names that really lost their blocks."""
-        live = self._unfinished()
-        wanted = sorted(live) if "every" in names else [name for name in names if name in live]
-        fired = [n for n in wanted if not n.startswith(ANCILLARY) and self._controlled().preempt(n)]
-        self.preempted += fired
-        self.note_events()
-        return fired
+        return self._take_blocks(names, self._controlled().preempt)
+
+    def swap(self, names: list[str]) -> list[str]:
+        """Names that lost their blocks, to host memory if there was room."""
+        return self._take_blocks(names, cast("Swapping", self.adapter).swap)
 
     def reset_cache(self, _: None) -> dict[str, bool]:
         done = self._controlled().reset_prefix_cache()
@@ -239,6 +243,14 @@ class Drive:
 
     # ---- machinery ------------------------------------------------------------------------------
 
+    def _take_blocks(self, names: list[str], take: Callable[[str], bool]) -> list[str]:
+        live = self._unfinished()
+        wanted = sorted(live) if "every" in names else [name for name in names if name in live]
+        fired = [name for name in wanted if not name.startswith(ANCILLARY) and take(name)]
+        self.preempted += fired
+        self.note_events()
+        return fired
+
     def add_filler(self, length: int, max_tokens: int) -> str:
         """Make one more neighbour request; returns its name."""
         request = filler(self._fillers, length, max_tokens)
@@ -263,7 +275,7 @@ class Drive:
     def _unfinished(self, outputs: Mapping[str, EngineOutput] | None = None) -> set[str]:
         outputs = self.outputs() if outputs is None else outputs
         ended = {name for name, output in outputs.items() if output.finished}
-        return set(self._submitted) - ended - set(self.refused)
+        return {name for name in self._submitted if request_of(name) not in self.refused} - ended
 
     def _generate(self, names: list[str]) -> None:
         for output in self.adapter.generate([self.requests[name] for name in names]):
@@ -277,7 +289,7 @@ class Drive:
         """Far more steps than a sound schedule needs, even at one token per step."""
         total = 0
         for name in self._submitted:
-            request = self.requests[name]
+            request = self.requests[request_of(name)]
             prompt = request.prompt_token_ids
             total += 1024 if prompt is None else len(prompt)
             total += int(request.sampling.get("max_tokens") or 1024)
@@ -305,6 +317,7 @@ _STEPS: Mapping[str, Callable[[Drive, Any], Any]] = {
     "advance": Drive.advance,
     "abort": Drive.abort,
     "preempt": Drive.preempt,
+    "swap": Drive.swap,
     "reset_cache": Drive.reset_cache,
     "poison": Drive.poison,
     "fragment": Drive.fragment,

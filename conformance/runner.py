@@ -7,7 +7,7 @@ engine does wrong, a crash included, is written into the history for the checks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -23,6 +23,8 @@ from conformance.adapters.base import (
     ModelSource,
     PoolState,
     Stages,
+    request_of,
+    sequence_names,
 )
 from conformance.arms import PassPlan, expand_arms, plan_arm, why_not_offered
 from conformance.canonical import request_key
@@ -35,7 +37,7 @@ from conformance.records import GoldenRecord
 from conformance.scenario import RequestSpec, Scenario
 from conformance.store import RecordError, RecordStore
 
-__all__ = ["EngineFactory", "Skipped", "run_scenario", "skip_reason"]
+__all__ = ["EngineFactory", "Skipped", "engine_requests", "run_scenario", "skip_reason"]
 
 #: Makes an adapter, not yet entered, for a model and options (dtype and device among them).
 EngineFactory = Callable[[ModelSource, Mapping[str, Any]], EngineAdapter]
@@ -52,6 +54,7 @@ _REQUEST_FEATURES = {
     "bad_words": "logit_control",
     "min_tokens": "logit_control",
     "forced_token_ids": "forced_decode",
+    "n": "parallel_sampling",
 }
 
 
@@ -131,6 +134,27 @@ def run_scenario(
         environment=describe_environment(),
         passes=tuple(passes),
     )
+
+
+def engine_requests(
+    scenario: Scenario,
+    point: Mapping[str, Any],
+    factory: EngineFactory,
+    source: ModelSource,
+    store: RecordStore,
+) -> dict[str, EngineRequest]:
+    """The scenario's requests as the engine gets them in the free pass, by name.
+
+    Raises:
+        Skipped: the engine lacks something the scenario needs.
+    """
+    options = {**scenario.engine, **{k: v for k, v in point.items() if k != "model"}}
+    capabilities = factory(source, options).capabilities()
+    reason = skip_reason(scenario, point, capabilities)
+    if reason is not None:
+        raise Skipped(reason)
+    goldens = _goldens(scenario, point, source, store)
+    return _ScenarioRun(scenario, point, factory, source, capabilities, goldens).requests
 
 
 _ALWAYS = ("dtype", "device")
@@ -222,8 +246,8 @@ class _ScenarioRun:
                     error = EngineError(type(failure).__name__, str(failure))
                 drive.note_events()
                 outputs = drive.outputs()
-                for name in self.requests if plan.judged is None else plan.judged:
-                    runs[name] = self._run(name, requests[name], outputs.get(name), drive)
+                for name in self._names(self.requests if plan.judged is None else plan.judged, drive):
+                    runs[name] = self._run(name, requests[request_of(name)], outputs.get(name), drive)
                 after = self._pool(adapter)
         except Exception as failure:  # the same while loading, or while telling what it did
             error = error or EngineError(type(failure).__name__, str(failure))
@@ -244,6 +268,11 @@ class _ScenarioRun:
         return cast("Controlled", adapter).pool() if "pool" in self.capabilities.features else None
 
     # ---- requests -------------------------------------------------------------------------------
+
+    def _names(self, requests: Iterable[str], drive: Drive) -> Iterator[str]:
+        """The requests' sequences; a refused request has none but its own name."""
+        for name in requests:
+            yield from [name] if name in drive.refused else sequence_names(name, self.requests[name].sampling)
 
     def _request(self, spec: RequestSpec) -> EngineRequest:
         record = self.goldens[spec.name].record
@@ -297,7 +326,7 @@ class _ScenarioRun:
         stages = {}
         if request.capture and output is not None and refused is None:
             stages = dict(cast("Stages", drive.adapter).stages(name))
-        golden = self.goldens[name]
+        golden = self.goldens[request_of(name)]
         record = golden.record
         return RequestRun(
             request_id=name,

@@ -14,7 +14,14 @@ from conformance.canonical import CanonicalError, canonical_request
 from conformance.checks import CHECKS, lint
 from conformance.pairwise import pairwise
 from conformance.prompts import generate_prompt
-from conformance.schema import PROMPT_FORMS, SAMPLING_NAMES, RequestModel, ScenarioModel, cross_check
+from conformance.schema import (
+    PROMPT_FORMS,
+    SAMPLING_NAMES,
+    RequestModel,
+    ScenarioModel,
+    cross_check,
+    known_names,
+)
 from conformance.yaml_lines import Document, Location, YamlError, read_yaml
 
 __all__ = [
@@ -312,6 +319,7 @@ def _check_problems(model: ScenarioModel) -> Iterator[tuple[Location, str]]:
         if step.kind == "expect_error"
     ]
     checks = [("checks", i, *next(iter(check.items()))) for i, check in enumerate(model.checks)]
+    known = known_names(model)
     for section, i, name, args in [*steps, *checks]:
         problems = lint(name, args)
         yield from (((section, i), f"{name}: {problem}") for problem in problems)
@@ -319,11 +327,8 @@ def _check_problems(model: ScenarioModel) -> Iterator[tuple[Location, str]]:
             continue
         keyed = name in ("cached_tokens", "finish_reason", "text_equals", "error")
         for request in args if keyed else _names(args):
-            if request not in model.requests and not (name == "error" and request == "engine"):
-                yield (
-                    (section, i),
-                    f"{name}: unknown request {request!r}; requests are {sorted(model.requests)}",
-                )
+            if request not in known and not (name == "error" and request == "engine"):
+                yield (section, i), f"{name}: unknown request {request!r}; requests are {sorted(known)}"
 
 
 def _golden_problems(scenario: Scenario) -> Iterator[tuple[Location, str]]:

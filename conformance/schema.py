@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from conformance import SCENARIO_SCHEMA
-from conformance.adapters.base import FEATURES
+from conformance.adapters.base import FEATURES, request_of, sequence_names
 from conformance.prompts import Piece
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "ScenarioModel",
     "StepModel",
     "cross_check",
+    "known_names",
 ]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
@@ -49,6 +50,9 @@ def _bare(value: Any) -> Any:
     return {value: None} if isinstance(value, str) else value
 
 
+#: A request, or one of its sequences: "name/1".
+SequenceName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*(/[1-9][0-9]*)?$")]
+Sequences = Annotated[list[SequenceName], BeforeValidator(_listed), Field(min_length=1)]
 Names = Annotated[list[Name], BeforeValidator(_listed), Field(min_length=1)]
 #: {name: arguments}; the arguments are checked by `conformance.checks.lint`.
 Check = Annotated[dict[str, Any], BeforeValidator(_bare), Field(min_length=1, max_length=1)]
@@ -83,13 +87,15 @@ class _OneOf(_Closed):
 class EngineOptions(_Closed):
     """Options of the engine, by minivllm's names (which are vLLM's where it has the option).
 
-    `threads` is the number of CPU threads: the harness's own, since it is no engine's option.
+    The harness's own, since they are no engine's options: `threads` is the number of CPU threads,
+    `num_host_blocks` the size of `swap_space_bytes` in blocks.
     """
 
     block_size: Count | None = None
     num_kv_blocks: Count | None = None
     kv_cache_memory_bytes: Count | None = None
     swap_space_bytes: Index | None = None
+    num_host_blocks: Index | None = None
     max_model_len: Count | None = None
     max_num_seqs: Count | None = None
     max_num_batched_tokens: Count | None = None
@@ -114,6 +120,7 @@ class RequestModel(_Closed):
     token_ids: list[Index] | None = None
     generate: Annotated[list[Piece], BeforeValidator(_listed), Field(min_length=1)] | None = None
 
+    n: Count | None = None
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -156,7 +163,7 @@ SAMPLING_NAMES = tuple(
 class Run(_Closed):
     """Step until nothing is left; before every `period`-th step preempt, before every step poison."""
 
-    preempt: Names | None = None
+    preempt: Sequences | None = None
     period: Count = 1
     poison: bool = False
 
@@ -167,8 +174,9 @@ class StepModel(_OneOf):
     submit: Names | None = None
     run: Run | None = None
     advance: Count | None = None
-    abort: Names | None = None
-    preempt: Names | None = None
+    abort: Sequences | None = None
+    preempt: Sequences | None = None
+    swap: Sequences | None = None
     reset_cache: None = None
     poison: None = None
     fragment: None = None
@@ -218,10 +226,16 @@ def cross_check(model: ScenarioModel) -> list[tuple[tuple[str | int, ...], str]]
     return [*_unknown_names(model), *_matrix_problems(model), *_submission_problems(model)]
 
 
+def known_names(model: ScenarioModel) -> set[str]:
+    """Names of all requests and of their sequences."""
+    return {s for name, request in model.requests.items() for s in sequence_names(name, {"n": request.n})}
+
+
 def _unknown_names(model: ScenarioModel) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    known = known_names(model)
     for where, name in _used_names(model):
-        if name not in model.requests:
-            yield where, f"unknown request {name!r}; requests are {sorted(model.requests)}"
+        if name not in known:
+            yield where, f"unknown request {name!r}; requests are {sorted(known)}"
     if "every" in model.requests:
         yield ("requests", "every"), "a request must not be called 'every': preempt uses the word"
 
@@ -229,7 +243,7 @@ def _unknown_names(model: ScenarioModel) -> Iterator[tuple[tuple[str | int, ...]
 def _used_names(model: ScenarioModel) -> Iterator[tuple[tuple[str | int, ...], str]]:
     for i, step in enumerate(model.steps):
         names: list[str] = []
-        if step.kind in ("submit", "abort", "preempt"):
+        if step.kind in ("submit", "abort", "preempt", "swap"):
             names = step.argument
         elif step.kind == "run" and step.argument is not None:
             names = step.argument.preempt or []
@@ -269,8 +283,8 @@ def _submission_problems(model: ScenarioModel) -> Iterator[tuple[tuple[str | int
             if name in submitted:
                 yield ("steps", i), f"request {name!r} is submitted twice: give the second its own name"
             submitted.add(name)
-        if step.kind in ("abort", "preempt"):
-            early = [name for name in step.argument if name not in submitted and name != "every"]
+        if step.kind in ("abort", "preempt", "swap"):
+            early = [n for n in step.argument if request_of(n) not in submitted and n != "every"]
             if early:
                 yield ("steps", i), f"{step.kind} of {early} before they are submitted"
     for name in model.requests:

@@ -32,11 +32,15 @@ __all__ = [
     "KVAccess",
     "ModelSource",
     "PoolState",
+    "Snapshots",
     "Stages",
     "Stepped",
+    "Swapping",
     "TokenLogprob",
     "Traced",
     "Weights",
+    "request_of",
+    "sequence_names",
 ]
 
 #: Every capability a scenario may need. Declared by an adapter, verified by `conformance doctor`.
@@ -50,11 +54,13 @@ FEATURES: Mapping[str, str] = {
     "forced_decode": "decodes along given token ids (teacher forcing)",
     "sampling": "temperature, top-k, top-p, min-p with seeds",
     "penalties": "presence, frequency and repetition penalties",
+    "parallel_sampling": "generates n sequences from one prompt",
     "logit_control": "logit bias, bad words and a minimum number of tokens",
     "stop_strings": "stop strings, with a stop reason",
     "streaming": "tells the text so far after each step",
     "stepped": "runs one step at a time, with submit and abort in between",
     "preempt": "can be told to preempt a request",
+    "swap": "can be told to move a request's KV to host memory, and brings it back",
     "prefix_cache": "reuses common prefixes and tells how many tokens it reused",
     "chunked_prefill": "splits prompts over steps by a token budget",
     "block_size": "block size can be chosen",
@@ -64,6 +70,7 @@ FEATURES: Mapping[str, str] = {
     "stages": "captures intermediate results",
     "kv": "shows the KV cache of a request",
     "pool": "tells how its block pool stands",
+    "snapshot": "shows every block of its KV cache, and who holds it",
     "bitwise": "promises bitwise equal results under any batch, chunk, hit or preemption",
     "update_weights": "can exchange weights while loaded",
     "strict_loading": "refuses a checkpoint that is incomplete or does not fit the model",
@@ -114,6 +121,8 @@ class EngineRequest:
 
     Exactly one of `text`, `chat` is set when the scenario gave the prompt so; `prompt_token_ids`
     is then set too whenever the golden ids are known. An engine that takes ids uses the ids.
+
+    A request for n sequences (`sampling["n"]`) is answered by n outputs, see `sequence_names`.
 
     Attributes:
         sampling: names and meaning of `minivllm.SamplingParams` (which are vLLM's); only what
@@ -177,6 +186,19 @@ class EngineOutput:
     num_cached_tokens: int | None = None
     num_preemptions: int | None = None
     error: EngineError | None = None
+
+
+def sequence_names(request_id: str, sampling: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of a request's sequences: its own for the first, then "name/1", "name/2", …
+
+    Each has an output of its own; `preempt`, `abort` and the other hooks take these names too.
+    """
+    return (request_id, *(f"{request_id}/{i}" for i in range(1, sampling.get("n") or 1)))
+
+
+def request_of(name: str) -> str:
+    """The request a sequence belongs to; names of requests have no "/"."""
+    return name.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +295,24 @@ class KVAccess(Protocol):
 
     def read_kv(self, request_id: str) -> list[tuple[NDArray[np.generic], NDArray[np.generic]]]:
         """Per layer (k, v), each [positions, kv heads, head_dim], in logical order."""
+        ...
+
+
+@runtime_checkable
+class Swapping(Protocol):
+    """The engine moves KV to host memory when told to (feature "swap")."""
+
+    def swap(self, request_id: str) -> bool:
+        """As `Controlled.preempt`, but the KV goes to host memory if there is room."""
+        ...
+
+
+@runtime_checkable
+class Snapshots(Protocol):
+    """The engine shows all of its KV cache (feature "snapshot")."""
+
+    def kv_snapshot(self) -> Mapping[str, Any]:
+        """Plain data, see `conformance.kv_drawing.parse_snapshot`."""
         ...
 
 

@@ -114,6 +114,9 @@ class FakeEngine:
             "sampling",
             "kv",
             "update_weights",
+            "parallel_sampling",
+            "swap",
+            "snapshot",
         }
         return Capabilities(
             engine="fake",

@@ -27,6 +27,7 @@ from conformance.adapters.base import (
     ModelSource,
     PoolState,
     TokenLogprob,
+    sequence_names,
 )
 from minivllm.build import resolve
 from minivllm.config import EngineConfig
@@ -34,7 +35,7 @@ from minivllm.engine import LLMEngine
 from minivllm.errors import MiniVLLMError, UnsupportedError
 from minivllm.layers import make_ops
 from minivllm.models import DecoderModel, load_model, load_model_config
-from minivllm.request import Logprob, RequestOutput, SamplingParams
+from minivllm.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from minivllm.trace import Event
 
 __all__ = ["DEFAULT_POOL_BYTES", "KEPT_MODELS", "MiniVLLMAdapter"]
@@ -55,13 +56,15 @@ class MiniVLLMAdapter:
     """See `conformance.adapters.base` for the methods.
 
     Args:
-        options: `EngineConfig` fields, and "threads" (CPU threads inside operators).
+        options: `EngineConfig` fields; "threads" (CPU threads inside operators); "num_host_blocks"
+            (swap_space_bytes in blocks, which other engines count too).
     """
 
     def __init__(self, model: ModelSource, options: Mapping[str, Any]) -> None:
         self._source = model
         self._options = dict(options)
         self._threads: int | None = self._options.pop("threads", None)
+        self._host_blocks: int | None = self._options.pop("num_host_blocks", None)
         if not {"num_kv_blocks", "kv_cache_memory_bytes"} & set(self._options):
             self._options["kv_cache_memory_bytes"] = DEFAULT_POOL_BYTES
         self._engine: LLMEngine | None = None
@@ -96,7 +99,7 @@ class MiniVLLMAdapter:
             version=minivllm.__version__,
             dtypes=("float32", "bfloat16"),
             features=frozenset(FEATURES) - frozenset(missing),
-            options=frozenset(EngineConfig.__dataclass_fields__) - {"model"} | {"threads"},
+            options=frozenset(EngineConfig.__dataclass_fields__) - {"model"} | {"threads", "num_host_blocks"},
             missing=missing,
         )
 
@@ -108,7 +111,10 @@ class MiniVLLMAdapter:
                 refused[request.request_id] = EngineOutput(request.request_id, "", True, error=error)
         while self.advance():
             pass
-        return [refused.get(r.request_id) or self._outputs[r.request_id] for r in requests]
+        names = [name for r in requests for name in sequence_names(r.request_id, r.sampling)]
+        return [
+            refused.get(name) or self._outputs[name] for name in names if name in {**refused, **self._outputs}
+        ]
 
     # ---- step by step ---------------------------------------------------------------------------
 
@@ -127,16 +133,17 @@ class MiniVLLMAdapter:
             )
         except MiniVLLMError as error:
             return EngineError(type(error).__name__, str(error))
-        self._outputs[request.request_id] = EngineOutput(request.request_id, "", False)
+        for name in sequence_names(request.request_id, sampling):
+            self._outputs[name] = EngineOutput(name, "", False)
         return None
 
     def advance(self) -> bool:
         for output in self._loaded.step():
-            self._outputs[output.request_id] = _convert(output)
+            self._take(output)
         return self._loaded.has_unfinished_requests()
 
     def abort(self, request_id: str) -> None:
-        self._outputs[request_id] = _convert(self._loaded.abort_request(request_id))
+        self._take(self._loaded.abort_request(request_id))
 
     def outputs(self) -> list[EngineOutput]:
         return list(self._outputs.values())
@@ -145,6 +152,9 @@ class MiniVLLMAdapter:
 
     def preempt(self, request_id: str) -> bool:
         return self._loaded.preempt_request(request_id)
+
+    def swap(self, request_id: str) -> bool:
+        return self._loaded.preempt_request(request_id, "swap")
 
     def reset_prefix_cache(self) -> bool:
         return self._loaded.reset_prefix_cache()
@@ -155,6 +165,9 @@ class MiniVLLMAdapter:
     def pool(self) -> PoolState:
         counts = self._loaded.pool_counts()
         return PoolState(counts.total, counts.free, counts.cached, counts.in_use)
+
+    def kv_snapshot(self) -> Mapping[str, Any]:
+        return self._loaded.kv_snapshot().as_dict()
 
     def drain_events(self) -> list[Mapping[str, Any]]:
         events: list[Mapping[str, Any]] = [
@@ -178,10 +191,7 @@ class MiniVLLMAdapter:
         if a.shape != b.shape:
             raise ValueError(f"{first} is {tuple(a.shape)} and {second} is {tuple(b.shape)}: cannot swap")
         self._weights_changed = True
-        with torch.no_grad():
-            kept = a.clone()
-            a.copy_(b)
-            b.copy_(kept)
+        self._loaded.update_weights({first: b.clone(), second: a.clone()})
 
     # ---- pieces ---------------------------------------------------------------------------------
 
@@ -191,8 +201,18 @@ class MiniVLLMAdapter:
             raise RuntimeError("the adapter is not entered: use it in a `with` statement")
         return self._engine
 
+    def _take(self, output: RequestOutput) -> None:
+        for one in _convert(output):
+            self._outputs[one.request_id] = one
+
     def _config(self) -> EngineConfig:
-        return EngineConfig.from_dict({"model": str(self._source.path), **self._options})
+        options = {"model": str(self._source.path), **self._options}
+        if self._host_blocks:
+            # A block's size does not depend on how much memory there is to swap to.
+            plain = EngineConfig.from_dict({**options, "preemption_mode": "recompute"})
+            block = resolve(plain, load_model_config(self._source.path)).kv_block_bytes
+            options["swap_space_bytes"] = self._host_blocks * block
+        return EngineConfig.from_dict(options)
 
     def _model(self, config: EngineConfig) -> DecoderModel:
         resolved = resolve(config, load_model_config(self._source.path))
@@ -243,13 +263,19 @@ class MiniVLLMAdapter:
         return request.text
 
 
-def _convert(output: RequestOutput) -> EngineOutput:
-    completion = output.outputs[0]
+def _convert(output: RequestOutput) -> list[EngineOutput]:
+    """One output per sequence."""
+    names = sequence_names(output.request_id, {"n": len(output.outputs)})
+    return [_convert_one(output, c, name) for c, name in zip(output.outputs, names, strict=True)]
+
+
+def _convert_one(output: RequestOutput, completion: CompletionOutput, name: str) -> EngineOutput:
     logprobs, prompt_logprobs = completion.logprobs, output.prompt_logprobs
+    failed = completion.finish_reason == "error" and output.error is not None
     return EngineOutput(
-        request_id=output.request_id,
+        request_id=name,
         text=completion.text,
-        finished=output.finished,
+        finished=completion.finish_reason is not None,
         prompt_token_ids=tuple(output.prompt_token_ids),
         token_ids=tuple(completion.token_ids),
         choice_token_ids=tuple(completion.choice_token_ids),
@@ -261,7 +287,7 @@ def _convert(output: RequestOutput) -> EngineOutput:
         stop_reason=completion.stop_reason,
         num_cached_tokens=output.num_cached_tokens,
         num_preemptions=output.num_preemptions,
-        error=None if output.error is None else EngineError("RequestFailed", output.error),
+        error=EngineError("RequestFailed", str(output.error)) if failed else None,
     )
 
 

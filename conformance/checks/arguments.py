@@ -23,7 +23,21 @@ __all__ = [
 ]
 
 #: Axes a same_under check may vary.
-AXES = ("chunk", "block_size", "batch", "prefix_cache", "preempt", "backend", "threads", "poison", "order")
+AXES = (
+    "chunk",
+    "block_size",
+    "batch",
+    "prefix_cache",
+    "preempt",
+    "preemption",
+    "backend",
+    "threads",
+    "poison",
+    "order",
+)
+
+#: Values of the axis "preemption".
+MODES = ("recompute", "swap")
 
 _COMPARISON = re.compile(r"\s*(>=|<=|==|!=|>|<)?\s*(-?\d+(?:\.\d+)?)\s*")
 _REASONS = ("stop", "length", "abort", "error")
@@ -39,12 +53,13 @@ def arm_name(axis: str, value: Any) -> str:
 def arm_names(args: Mapping[str, Any]) -> list[str]:
     """Names of the passes a same_under check needs, in the order given.
 
-    `preempt: every` names none: how many arms it makes is known only after the free pass.
+    `preempt: every` and `preemption` name none: how many arms they make, one per step, is known
+    only after the free pass. Those of `preemption` are called "preemption=swap@3".
     """
     return [
         arm_name(axis, value)
         for axis, values in args.items()
-        if axis in AXES and values != "every"
+        if axis in AXES and values != "every" and axis != "preemption"
         for value in values
         if value != "every"
     ]
@@ -179,6 +194,8 @@ def lint_same_under(args: Any) -> list[str]:
             problems += lint_requests(values)
         elif axis == "preempt" and values == "every":
             continue
+        elif axis == "preemption" and (not isinstance(values, list) or not values or set(values) - {*MODES}):
+            problems.append(f"preemption: expected a list of {', '.join(MODES)}, got {values!r}")
         elif axis in AXES and (not isinstance(values, Sequence) or isinstance(values, str) or not values):
             problems.append(f"{axis}: expected a list of values, got {values!r}")
     names = arm_names(args) if not problems else []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from conformance.adapters.base import EngineOutput
+from conformance.adapters.base import EngineOutput, request_of
 from conformance.history import History, Pass, RequestRun
 from conformance.records import GoldenRecord
 from conformance.verdicts import Finding, Verdict
@@ -132,12 +132,8 @@ class Case:
 
     def aborted(self) -> frozenset[str]:
         """Requests the scenario cancelled: what they generated is a prefix of the truth."""
-        return frozenset(
-            name
-            for operation in self.free.operations
-            if operation.kind == "abort"
-            for name in names_in(operation.argument)
-        )
+        named = {n for o in self.free.operations if o.kind == "abort" for n in names_in(o.argument)}
+        return frozenset(n for n in {*self.free.requests, *named} if n in named or request_of(n) in named)
 
     def may_end_early(self, run: RequestRun, record: GoldenRecord) -> bool:
         """Whether this run may rightly have fewer tokens than its golden."""

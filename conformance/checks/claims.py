@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from conformance.adapters.base import request_of
 from conformance.checks.arguments import AXES
 from conformance.checks.case import Case, names_in
 from conformance.checks.events import chunked_requests, scheduled
@@ -27,6 +28,24 @@ def _claim_preempt(case: Case, one: Pass, value: str, names: Sequence[str]) -> s
     counted = {n for n, r in one.requests.items() if r.output is not None and r.output.num_preemptions}
     hit = told if case.has("traced") else counted
     return None if hit & set(names) else f"none of {list(names)} was preempted"
+
+
+def _claim_preemption(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:
+    """`value` is "<mode>@<step>"."""
+    mode = value.partition("@")[0]
+    if one.options.get("preemption_mode") != mode:
+        return f"it ran with preemption_mode={one.options.get('preemption_mode')!r}, not {mode}"
+    if not case.has("traced"):
+        return _claim_preempt(case, one, value, names)
+    hit = [e for e in one.events if e.get("event") == "preempted" and e["request_id"] in names]
+    if not hit:
+        return f"none of {list(names)} was preempted"
+    if all(e.get("mode") != mode for e in hit):
+        return f"no preemption of {list(names)} was by {mode}"
+    back = {e["request_id"] for e in one.events if e.get("event") == "swapped_in"}
+    if mode == "swap" and not back & set(names):
+        return f"none of {list(names)} was swapped in again"
+    return None
 
 
 def _claim_chunk(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:
@@ -76,7 +95,12 @@ def _claim_prefix_cache(case: Case, one: Pass, value: str, names: Sequence[str])
 def _claim_batch(case: Case, one: Pass, value: str, names: Sequence[str]) -> str | None:
     if not case.has("traced"):
         return None
-    shared = [step for step in scheduled(one) if len(step) > 1 and any(n in names for n, *_ in step)]
+    # Sequences of one request keep each other company in every arm.
+    shared = [
+        step
+        for step in scheduled(one)
+        if len({request_of(n) for n, *_ in step}) > 1 and any(n in names for n, *_ in step)
+    ]
     if value == "alone":
         return "a step held more than one request" if shared else None
     return None if shared else "no step held a compared request beside another one"
@@ -107,6 +131,7 @@ _CLAIMS: Mapping[str, Callable[[Case, Pass, str, Sequence[str]], str | None]] = 
     "batch": _claim_batch,
     "prefix_cache": _claim_prefix_cache,
     "preempt": _claim_preempt,
+    "preemption": _claim_preemption,
     "backend": _claim_option("attention_backend"),
     "threads": _claim_option("threads"),
     "poison": _claim_poison,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from conformance.adapters.base import request_of
 from conformance.checks.arguments import compare, lint_comparison
 from conformance.checks.case import Case
 from conformance.history import Pass
@@ -54,8 +55,8 @@ def scheduled(one: Pass) -> list[list[tuple[str, int, int]]]:
 def _planned_mixed(one: Pass) -> int:
     lengths = _prompt_lengths(one)
     return sum(
-        any(start < lengths[name] for name, start, _ in step)
-        and any(start >= lengths[name] for name, start, _ in step)
+        any(start < lengths[request_of(name)] for name, start, _ in step)
+        and any(start >= lengths[request_of(name)] for name, start, _ in step)
         for step in scheduled(one)
     )
 
@@ -63,7 +64,12 @@ def _planned_mixed(one: Pass) -> int:
 def chunked_requests(one: Pass) -> set[str]:
     """Requests some step of which ended inside the prompt."""
     lengths = _prompt_lengths(one)
-    return {name for step in scheduled(one) for name, start, size in step if start + size < lengths[name]}
+    return {
+        name
+        for step in scheduled(one)
+        for name, start, size in step
+        if start + size < lengths[request_of(name)]
+    }
 
 
 def _non_monotonic(one: Pass) -> int:

@@ -6,7 +6,7 @@ bounds the difference; else tokens alone are compared, which is WEAK.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ _NEEDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "batch": ((), ()),
     "prefix_cache": (("prefix_cache",), ("enable_prefix_caching",)),
     "preempt": (("stepped", "preempt"), ()),
+    "preemption": (("stepped", "preempt"), ("preemption_mode",)),
     "backend": ((), ("attention_backend",)),
     "threads": ((), ("threads",)),
     "poison": (("stepped", "poison"), ()),
@@ -48,7 +49,7 @@ def same_under(case: Case, args: Any) -> list[Finding]:
     if not names:
         raise CheckInputError("no request that runs to its end")
     findings: list[Finding] = []
-    for arm in [*arm_names(args), *_every_preemption(case, args)]:
+    for arm in [*arm_names(args), *_every_preemption(case, args), *_every_mode(case, args)]:
         axis, _, value = arm.partition("=")
         one = case.history.find(arm)
         if one is None:
@@ -76,17 +77,27 @@ def _every_preemption(case: Case, args: Mapping[str, Any]) -> list[str]:
     values = args.get("preempt")
     if values != "every" and not (isinstance(values, Sequence) and "every" in values):
         return []
-    axis_values = {str(v) for v in values} if not isinstance(values, str) else set()
-    given = [
-        p.name
-        for p in case.history.passes
-        if p.name.startswith("preempt=") and p.name.partition("=")[2] not in axis_values
+    others = {arm_name("preempt", v) for v in values} if not isinstance(values, str) else set()
+    return _arm_per_step(case, "preempt: every", "preempt=", others) or ["preempt=every"]
+
+
+def _every_mode(case: Case, args: Mapping[str, Any]) -> list[str]:
+    """Arms of `preemption`: for each mode, as many as steps that left a request alive."""
+    return [
+        arm
+        for mode in args.get("preemption", ())
+        for arm in _arm_per_step(case, f"preemption: {mode}", f"preemption={mode}@", set())
+        or [f"preemption={mode}"]
     ]
-    given += [a for a in _not_offered(case) if a.startswith("preempt=") and a not in given]
+
+
+def _arm_per_step(case: Case, what: str, prefix: str, others: Set[str]) -> list[str]:
+    given = [p.name for p in case.history.passes if p.name.startswith(prefix) and p.name not in others]
+    given += [arm for arm in _not_offered(case) if arm.startswith(prefix) and arm not in given]
     needed = _steps_left_alive(case.free) if case.has("traced") else 1
     if case.has("preempt") and case.has("stepped") and len(given) < max(1, needed):
-        raise CheckInputError(f"preempt: every needs {max(1, needed)} arms, the history has {len(given)}")
-    return given or ["preempt=every"]
+        raise CheckInputError(f"{what} needs {max(1, needed)} arms, the history has {len(given)}")
+    return given
 
 
 def _steps_left_alive(one: Pass) -> int:

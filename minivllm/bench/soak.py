@@ -106,7 +106,6 @@ def soak(
             steps = _run_wave(scheduler, numbers, done, size, progress)
             done += size
             _must_be_empty(scheduler)
-            gc.collect()  # what is left is held by someone
             gc.collect()  # what only cycles hold is no leak
             memory = tracemalloc.get_traced_memory()[0] if trace_memory else 0
             report.waves.append(Wave(size, steps, memory))

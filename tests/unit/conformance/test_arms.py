@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,8 @@ def test_neighbours_fit_the_pool_beside_the_requests(tmp_path: Path, value: str,
 
 def test_every_axis_has_a_plan_and_a_name(tmp_path: Path) -> None:
     for axis in AXES:
-        value = {"batch": "alone", "prefix_cache": "on", "backend": "sdpa"}.get(axis, 2)
+        special = {"batch": "alone", "prefix_cache": "on", "backend": "sdpa", "preemption": "swap@3"}
+        value = special.get(axis, 2)
         p = plan(tmp_path, axis, value)
         assert p.name == f"{axis}={value}"
 
@@ -187,6 +189,33 @@ def test_arms_are_expanded_in_order_and_once(tmp_path: Path) -> None:
     ]
 
 
+def test_preemption_has_an_arm_per_mode_and_step(tmp_path: Path) -> None:
+    s = scenario(tmp_path, "{preemption: [recompute, swap]}")
+    assert [arm.name for arm in expand_arms(s, [1, 0, 2])] == [
+        "preemption=recompute@1",
+        "preemption=recompute@3",
+        "preemption=swap@1",
+        "preemption=swap@3",
+    ]
+
+
+def test_a_swapping_arm_has_a_host_pool_as_large_as_the_devices_unless_it_is_given(tmp_path: Path) -> None:
+    p = plan(tmp_path, "preemption", "swap@5")
+    assert p.preempt_at == 5
+    assert p.options == {**OPTIONS, "preemption_mode": "swap", "num_host_blocks": 33}
+    for given in ({"num_host_blocks": 2}, {"swap_space_bytes": 1000}):
+        wanted = {**OPTIONS, **given, "preemption_mode": "swap"}
+        assert plan(tmp_path, "preemption", "swap@5", {**OPTIONS, **given}).options == wanted
+    assert plan(tmp_path, "preemption", "recompute@5").options == {**OPTIONS, "preemption_mode": "recompute"}
+
+
+def test_a_warm_up_is_for_one_sequence(tmp_path: Path) -> None:
+    s = scenario(tmp_path)
+    several = {n: EngineRequest(n, {**r.sampling, "n": 3}, (3, 4)) for n, r in s.requests.items()}
+    p = plan_arm(Arm("prefix_cache", "hit"), s, OPTIONS, several)
+    assert {request.sampling.get("n") for request in p.extra.values()} == {None}
+
+
 def test_the_requests_of_a_same_under_check_are_no_axis(tmp_path: Path) -> None:
     s = scenario(tmp_path, "{chunk: [1], requests: [one]}")
     assert expand_arms(s, []) == [Arm("chunk", 1)]
@@ -194,8 +223,16 @@ def test_the_requests_of_a_same_under_check_are_no_axis(tmp_path: Path) -> None:
 
 def test_an_engine_with_everything_is_offered_every_arm(tmp_path: Path) -> None:
     s = scenario(tmp_path)
+    everything = replace(CAPABILITIES, options=CAPABILITIES.options | {"preemption_mode", "num_host_blocks"})
     for axis in AXES:
-        assert why_not_offered(Arm(axis, "late" if axis == "batch" else 1), s, CAPABILITIES) is None
+        value = {"batch": "late", "preemption": "swap@1"}.get(axis, 1)
+        assert why_not_offered(Arm(axis, value), s, everything) is None
+
+
+def test_swapping_needs_a_host_pool_whose_size_can_be_chosen(tmp_path: Path) -> None:
+    s, modes = scenario(tmp_path), replace(CAPABILITIES, options=frozenset({"preemption_mode"}))
+    assert why_not_offered(Arm("preemption", "recompute@1"), s, modes) is None
+    assert "num_host_blocks" in str(why_not_offered(Arm("preemption", "swap@1"), s, modes))
 
 
 @pytest.mark.parametrize(
@@ -223,8 +260,6 @@ def test_alone_and_mixed_need_nothing(tmp_path: Path) -> None:
 
 
 def test_an_option_that_is_not_honoured_is_named(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     capabilities = replace(CAPABILITIES, options=frozenset())
     reason = why_not_offered(Arm("threads", 2), scenario(tmp_path), capabilities)
     assert reason == "fake does not honour the option threads"

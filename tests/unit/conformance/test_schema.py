@@ -48,14 +48,13 @@ def test_the_minimal_scenario_is_accepted() -> None:
     assert problems() == []
 
 
-def test_engine_options_are_those_of_minivllm_and_the_harness_threads() -> None:
+def test_engine_options_are_those_of_minivllm_and_two_of_the_harness() -> None:
     engine = {f.name for f in fields(EngineConfig)} - {"model", "dtype", "device"}
-    assert set(EngineOptions.model_fields) == engine | {"threads"}
+    assert set(EngineOptions.model_fields) == engine | {"threads", "num_host_blocks"}
 
 
-def test_sampling_names_are_those_of_minivllm_but_for_n() -> None:
-    # An output of the suite holds one sequence, so n stays out until an adapter can return several.
-    assert set(SAMPLING_NAMES) == {f.name for f in fields(SamplingParams)} - {"n"}
+def test_sampling_names_are_those_of_minivllm() -> None:
+    assert set(SAMPLING_NAMES) == {f.name for f in fields(SamplingParams)}
 
 
 def test_requests_are_greedy_unless_told_otherwise() -> None:
@@ -142,6 +141,18 @@ def test_what_the_schema_refuses(changes: dict[str, Any], problem: str) -> None:
 )
 def test_what_only_the_whole_file_can_tell(changes: dict[str, Any], problem: str) -> None:
     assert any(problem in text for text in problems(**changes)), problems(**changes)
+
+
+def test_steps_may_name_a_sequence_of_a_request_for_several() -> None:
+    several = {"requests": {"one": {"token_ids": [1], "n": 3, "temperature": 1.0}}}
+    for step in ("abort", "preempt", "swap"):
+        assert problems(**several, steps=[{"submit": "one"}, {step: ["one/2", "one"]}]) == []
+        [problem] = problems(**several, steps=[{"submit": "one"}, {step: "one/3"}])
+        assert problem == "steps.1: unknown request 'one/3'; requests are ['one', 'one/1', 'one/2']"
+        [problem] = problems(**several, steps=[{step: "one/1"}, {"submit": "one"}])
+        assert problem == f"steps.0: {step} of ['one/1'] before they are submitted"
+    assert "should match" in str(problems(**several, steps=[{"submit": "one/1"}]))
+    assert "should match" in str(problems(**several, steps=[{"submit": "one"}, {"abort": "one/0"}]))
 
 
 def test_every_is_a_word_for_preemption_only() -> None:

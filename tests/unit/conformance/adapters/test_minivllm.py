@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from conformance.adapters.base import (
     EngineRequest,
     KVAccess,
     ModelSource,
+    Snapshots,
     Stages,
     Stepped,
+    Swapping,
     Traced,
     Weights,
 )
@@ -61,13 +64,13 @@ def test_every_feature_is_declared_but_bits_without_batch_invariance(source: Mod
     capabilities = adapter(source).capabilities()
     assert set(FEATURES) - capabilities.features == {"bitwise"}
     assert capabilities.missing == {"bitwise": "batch_invariant is off"}
-    for protocol in (Stepped, Controlled, Traced, Stages, KVAccess, Weights):
+    for protocol in (Stepped, Controlled, Traced, Stages, KVAccess, Weights, Swapping, Snapshots):
         assert isinstance(adapter(source), protocol)
 
 
 def test_every_option_of_the_engine_is_honoured(source: ModelSource) -> None:
     options = adapter(source).capabilities().options
-    assert options == set(EngineConfig.__dataclass_fields__) - {"model"} | {"threads"}
+    assert options == set(EngineConfig.__dataclass_fields__) - {"model"} | {"threads", "num_host_blocks"}
 
 
 def test_generate_serves_all_and_refuses_by_name(source: ModelSource) -> None:
@@ -270,3 +273,84 @@ def test_the_pool_is_small_unless_told_otherwise(source: ModelSource) -> None:
     with a:
         resolved = a._loaded.resolved
         assert resolved.num_kv_blocks * resolved.kv_block_bytes <= module.DEFAULT_POOL_BYTES
+
+
+def test_host_blocks_are_counted_in_blocks_whatever_a_block_takes(source: ModelSource) -> None:
+    for block_size in (4, 7):
+        with adapter(source, num_host_blocks=5, preemption_mode="swap", block_size=block_size) as a:
+            assert len(a.kv_snapshot()["host_blocks"]) == 5
+    with pytest.raises(ValueError, match="swap_space_bytes"):
+        adapter(source, num_host_blocks=0, preemption_mode="swap").__enter__()
+
+
+def test_swapping_moves_a_request_to_the_host_and_changes_no_token(source: ModelSource) -> None:
+    with adapter(source, num_host_blocks=8) as a:
+        a.submit(request())
+        a.advance()
+        a.advance()
+        assert a.swap("one")
+        assert not a.swap("one"), "it holds no device blocks any more"
+        while a.advance():
+            pass
+        kinds = [e["event"] for e in a.drain_events()]
+        [output] = a.outputs()
+    assert [k for k in kinds if k.startswith("swapped")] == ["swapped_out", "swapped_in"]
+    assert output.token_ids == tokens(source)
+
+
+def test_each_sequence_is_an_output_of_its_own(source: ModelSource) -> None:
+    with adapter(source) as a:
+        a.submit(request(n=3, temperature=1.5, seed=4))
+        assert [o.request_id for o in a.outputs()] == ["one", "one/1", "one/2"]
+        a.advance()
+        a.advance()
+        a.abort("one/1")
+        while a.advance():
+            pass
+        outputs = {o.request_id: o for o in a.outputs()}
+        assert {name: o.finish_reason for name, o in outputs.items()} == {
+            "one": "length",
+            "one/1": "abort",
+            "one/2": "length",
+        }
+        assert len({o.token_ids for o in outputs.values()}) == 3
+        assert a.stages("one/2")["logits"].shape[0] == 6
+
+
+def test_sequences_end_one_by_one(source: ModelSource) -> None:
+    with adapter(source) as a:
+        a.submit(request(n=2, temperature=1.5, seed=4, max_tokens=5))
+        a.advance()
+        a.abort("one/1")
+        ended = {o.request_id: o.finished for o in a.outputs()}
+    assert ended == {"one": False, "one/1": True}
+
+
+def test_generate_returns_every_sequence_and_refusals_in_order(source: ModelSource) -> None:
+    with adapter(source) as a:
+        outputs = a.generate(
+            [
+                request("a", n=2, temperature=1.0, seed=1),
+                request("bad", (9999,), n=2, temperature=1.0),
+                request("b"),
+            ]
+        )
+    assert [o.request_id for o in outputs] == ["a", "a/1", "bad", "b"]
+    assert [o.error is None for o in outputs] == [True, True, False, True]
+
+
+def test_an_aborted_request_is_aborted_in_all_its_sequences(source: ModelSource) -> None:
+    with adapter(source) as a:
+        a.submit(request(n=2, temperature=1.5, seed=4))
+        a.abort("one")
+        assert {o.finish_reason for o in a.outputs()} == {"abort"}
+
+
+def test_a_snapshot_is_plain_data(source: ModelSource) -> None:
+    with adapter(source) as a:
+        a.submit(request())
+        a.advance()
+        snapshot = a.kv_snapshot()
+    assert json.loads(json.dumps(snapshot)) == snapshot
+    held = [block for block in snapshot["blocks"] if block["owners"]]
+    assert [block["token_ids"] for block in held] == [list(PROMPT[:4]), list(PROMPT[4:])]

@@ -32,6 +32,7 @@ GOOD: list[tuple[str, Any]] = [
     ("pool_conserved", None),
     ("same_under", {"chunk": [1, 7], "prefix_cache": ["on", "off"]}),
     ("same_under", {"preempt": "every"}),
+    ("same_under", {"preemption": ["recompute", "swap"]}),
     ("same_under", {"preempt": ["every", 2], "requests": ["red"]}),
     ("sampled_within_kept_set", None),
 ]
@@ -61,6 +62,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("error", None, "expected {request"),
     ("happened", {"preemted": ">=1"}, "unknown counter 'preemted'"),
     ("happened", {"preempted": "some"}, "no comparison"),
+    ("same_under", {"preemption": "swap"}, "preemption: expected a list of recompute, swap"),
+    ("same_under", {"preemption": ["auto"]}, "preemption: expected a list of recompute, swap"),
+    ("same_under", {"preemption": []}, "preemption: expected a list"),
     ("happened", {"preempted": True}, "comparison"),
     ("happened", {"evicted": {"red": ">=1"}}, "no single request"),
     ("happened", None, "expected {counter"),
@@ -119,3 +123,4 @@ def test_arms_are_named_as_the_runner_names_them() -> None:
     args = {"chunk": [1, 7], "preempt": ["every", 2], "requests": ["red"]}
     assert arm_names(args) == ["chunk=1", "chunk=7", "preempt=2"]
     assert arm_names({"preempt": "every"}) == []
+    assert arm_names({"preemption": ["swap"], "chunk": [2]}) == ["chunk=2"]

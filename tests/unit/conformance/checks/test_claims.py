@@ -48,6 +48,36 @@ def test_a_preempted_arm_needs_a_preemption_of_a_compared_request() -> None:
     assert "was preempted" in problem(arm("preempt=2"))
 
 
+def test_an_arm_of_a_preemption_mode_needs_a_preemption_of_that_mode() -> None:
+    out = {"event": "preempted", "request_id": "red", "mode": "swap"}
+    back = {"event": "swapped_in", "request_id": "red"}
+    swap = {"preemption_mode": "swap"}
+    assert problem(arm("preemption=swap@2", out, back, **swap)) is None
+    assert "swapped in again" in problem(arm("preemption=swap@2", out, **swap))
+    assert "swapped in again" in problem(
+        arm("preemption=swap@2", out, {**back, "request_id": "blue"}, **swap)
+    )
+    fallback = {**out, "mode": "recompute"}
+    assert "by swap" in problem(arm("preemption=swap@2", fallback, **swap)), "the host pool was full"
+    assert "was preempted" in problem(arm("preemption=swap@2", {**out, "request_id": "blue"}, **swap))
+    assert "preemption_mode" in problem(arm("preemption=swap@2", out, back, preemption_mode="auto"))
+    assert problem(arm("preemption=recompute@2", fallback, preemption_mode="recompute")) is None
+
+
+def test_an_untraced_arm_of_a_mode_is_taken_by_its_option_and_its_count() -> None:
+    blind = frozenset(FEATURES) - {"traced"}
+    one = arm("preemption=swap@2", runs=(counting(num_preemptions=1),), preemption_mode="swap")
+    assert problem(one, blind) is None
+    assert problem(arm("preemption=swap@2", preemption_mode="swap"), blind) is not None
+
+
+def test_sequences_of_one_request_are_alone_together() -> None:
+    together = planned(("red", 0, 7), ("red/1", 0, 7))
+    assert problem(arm("batch=alone", together)) is None
+    assert problem(arm("batch=mixed", together)) is not None
+    assert problem(arm("batch=alone", planned(("red", 0, 7), ("blue", 0, 7)))) is not None
+
+
 def test_without_a_trace_the_outputs_own_count_tells_of_preemptions() -> None:
     blind = frozenset(FEATURES) - {"traced"}
     assert problem(arm("preempt=2", runs=(counting(num_preemptions=1),)), blind) is None

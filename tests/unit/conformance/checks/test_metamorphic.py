@@ -242,6 +242,38 @@ def test_preempt_every_is_skipped_where_nobody_can_be_preempted() -> None:
     assert verdict(cannot, Spec("same_under", {"preempt": "every"})) is Verdict.SKIP
 
 
+def modes(count: int, mode: str = "swap") -> History:
+    run = answer(RED, undecided=[10])
+    events = (
+        {"event": "preempted", "request_id": "red", "mode": mode},
+        {"event": "swapped_in", "request_id": "red"},
+    )
+    arms = [
+        make_pass(
+            f"preemption={mode}@{k}",
+            [run],
+            events=(*make_events([run]), *events),
+            options={"preemption_mode": mode},
+        )
+        for k in range(1, count + 1)
+    ]
+    return make_history([make_pass("free", [run]), *arms])
+
+
+def test_preemption_needs_an_arm_per_mode_for_each_step_that_left_a_request_alive() -> None:
+    spec = Spec("same_under", {"preemption": ["swap"]})
+    assert verdict(modes(23), spec) is Verdict.PASS
+    assert verdict(modes(22), spec) is Verdict.ERROR
+    assert verdict(modes(23), Spec("same_under", {"preemption": ["swap", "recompute"]})) is Verdict.ERROR
+    assert verdict(modes(23, "recompute"), Spec("same_under", {"preemption": ["recompute"]})) is Verdict.PASS
+
+
+def test_preemption_is_skipped_where_nobody_can_be_preempted() -> None:
+    h = free()
+    cannot = replace(h, capabilities=replace(h.capabilities, features=frozenset(FEATURES) - {"preempt"}))
+    assert verdict(cannot, Spec("same_under", {"preemption": ["swap"]})) is Verdict.SKIP
+
+
 def test_only_named_requests_are_compared() -> None:
     base, blue = answer(RED, undecided=[10]), answer(RED, name="blue")
     one = make_pass("free", [base, blue])
