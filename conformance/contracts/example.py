@@ -161,6 +161,9 @@ class _SharedPageFreed(PagePool):
 
 
 class SharedPageFreed(ExampleAllocator):
-    """Sharing a page in use is not counted: it is freed under its second user (the kind of mini-sglang pull request 142)."""
+    """Sharing a page in use is not counted, so it is freed under its second user.
+
+    Pages of a live table in the free pool: the symptom of mini-sglang pull request 142.
+    """
 
     pool = _SharedPageFreed

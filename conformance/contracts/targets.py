@@ -86,7 +86,8 @@ def find_target(name: str) -> Target:
 
 def _missing(target: Target) -> list[str]:
     capabilities = target.can
-    needed = {"the contract": _ALLOCATOR if target.level == "allocator" else _ENGINE}
+    basic = _ALLOCATOR if target.level == "allocator" else _ENGINE
+    needed: dict[str, tuple[str, ...]] = {"the contract": basic}
     needed |= {
         field.name: _OPTIONAL[field.name]
         for field in fields(capabilities)

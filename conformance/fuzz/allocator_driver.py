@@ -101,9 +101,7 @@ def allocator_operations(world: AllocatorWorld, chance: Chance) -> Iterator[Oper
             case "preempt":
                 yield Preempt(name)
             case "fork":
-                nonlocal number
-                number += 1
-                yield Fork(name, f"r{number}", chance.below(setup.vocabulary))
+                yield Fork(name, f"f{len(world.holders)}.{name}", chance.below(setup.vocabulary))
             case "swap":
                 yield SwapOut(name)
             case "probe":

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from conformance.contracts.targets import OWN_TARGETS, Target, TargetNotFound, find_target
 from conformance.fuzz.coverage import required
 from conformance.fuzz.driver import Failure, replay
-from conformance.fuzz.oplog import LogError, file_stem, load_log, save_log
 from conformance.fuzz.operations import to_plain
+from conformance.fuzz.oplog import LogError, file_stem, load_log, save_log
 from conformance.fuzz.scenario_file import NotAScenario, as_scenario
 from conformance.fuzz.session import PROFILES, Limits, TargetReport, run_session
 

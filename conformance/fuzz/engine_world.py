@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from conformance.contracts.base import EngineShape, Moves, Plan, Rejected, Row, Span, Tags
+from conformance.contracts.base import EngineShape, Plan, Rejected, Row, Span, Tags
 from conformance.fuzz.content import Content
 from conformance.fuzz.kv import KVMemory, ListMemory, Story, move
 from conformance.fuzz.laws import broken
@@ -81,12 +81,10 @@ class Job:
         """Take in a sampled token, and end where a request must end."""
         self.story.append(token)
         count = len(self.story) - self.num_prompt
-        if count >= self.add.min_tokens:
-            if token == EOS and not self.add.ignore_eos:
-                self.reason = "stop"
-            elif token in self.add.stop_ids:
-                self.reason = "stop"
-        if self.reason is None and len(self.story) == self.limit:
+        stops = (token == EOS and not self.add.ignore_eos) or token in self.add.stop_ids
+        if stops and count >= self.add.min_tokens:
+            self.reason = "stop"
+        elif len(self.story) == self.limit:
             self.reason = "length"
 
 
@@ -178,9 +176,8 @@ class EngineWorld:
         if op.request in self.jobs or not op.tokens or op.max_tokens < 1:
             return
         spans = tuple(Span(*span) for span in op.spans)
-        values = {"salt": op.salt, "spans": spans, "priority": op.priority, "min_tokens": op.min_tokens}
-        values |= {"stop_ids": op.stop_ids, "n": op.n, "prompt_logprobs": op.prompt_logprobs}
-        options = {name: value for name, value in values.items() if name in self.can.options}
+        values = op._asdict() | {"spans": spans}
+        options = {name: values[name] for name in self.can.options}
         tags = Tags(op.salt if "salt" in options else None, spans if "spans" in options else ())
         limit = min(self.setup.max_model_len, len(op.tokens) + op.max_tokens)
         answer = self.target.add(op.tokens, op.max_tokens, op.ignore_eos, **options)
@@ -262,12 +259,9 @@ class EngineWorld:
             job = self._by_rid[row.rid]
             if job.name not in self._void:
                 self._advance(job, row, sampled, born.get(row.rid, []), failing)
-        if self._unchecked_end(plan):
-            broken("end", "a request ended that was not in the step")
-
-    def _unchecked_end(self, plan: Plan) -> bool:
-        """Whether a live sequence ended without the model's knowing, whoever was scheduled."""
-        return any(self.target.finished(job.rid) is not None for job in self.live())
+        for job in self.live():
+            if self.target.finished(job.rid) is not None:
+                broken("end", f"{job.name} has ended, although it was not in the step")
 
     def _abort(self, op: Abort) -> None:
         job = self.jobs.get(op.request)

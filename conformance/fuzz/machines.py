@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from conformance.contracts.targets import Target
 from conformance.fuzz.allocator_world import AllocatorWorld, Holder
-from conformance.fuzz.engine_world import EngineWorld, Job
+from conformance.fuzz.engine_world import EngineWorld, Job, why_rejected
 from conformance.fuzz.operations import (
     Abort,
     Add,
@@ -84,9 +84,13 @@ class AllocatorMachine(_Machine):
     def _holders(self, *states: str) -> list[Holder]:
         return [h for h in self.world.holders.values() if not states or h.state in states]
 
-    @rule(tokens=prompts(), n=_AMOUNT, salt=salts(), data=st.data())
-    def grant(self, tokens: tuple[int, ...], n: int, salt: str | None, data: st.DataObject) -> None:
+    @rule(tokens=prompts(), n=_AMOUNT, salt=salts(), ask=st.booleans(), data=st.data())
+    def grant(
+        self, tokens: tuple[int, ...], n: int, salt: str | None, ask: bool, data: st.DataObject
+    ) -> None:
         tags = self.world.can.tags
+        if ask:
+            self.do(Probe("probe", tokens, n))
         found = data.draw(spans(len(tokens))) if tags else ()
         self.do(Grant(self.name(), tokens, n, salt if tags else None, found))
 
@@ -106,12 +110,14 @@ class AllocatorMachine(_Machine):
         idle = [h for h in self._holders("running") if not h.granted]
         self.do(More(_pick(idle, index).name, n))
 
-    @precondition(lambda self: any(not h.granted for h in self._holders("running")))
-    @rule(n=_AMOUNT)
-    def more_for_all(self, n: int) -> None:
-        """As a decode step of everybody."""
-        for holder in self._holders("running"):
-            self.do(More(holder.name, n))
+    @precondition(lambda self: self._holders("running"))
+    @rule(steps=st.integers(1, 3), n=_AMOUNT)
+    def steps(self, steps: int, n: int) -> None:
+        """Whole steps in which everybody who runs goes on."""
+        for _ in range(steps):
+            for holder in self._holders("running"):
+                self.do(More(holder.name, n))
+            self.do(Run())
 
     @precondition(lambda self: self._holders("waiting"))
     @rule(index=_INDEX, n=_AMOUNT)
@@ -129,14 +135,22 @@ class AllocatorMachine(_Machine):
         self.do(Release(_pick(self._holders(), index).name, again))
 
     @precondition(lambda self: self._holders("running"))
-    @rule(index=_INDEX)
-    def preempt(self, index: int) -> None:
-        self.do(Preempt(_pick(self._holders("running"), index).name))
+    @rule(index=_INDEX, back=st.none() | _AMOUNT)
+    def preempt(self, index: int, back: int | None) -> None:
+        """Preempt, and perhaps let it come back at once."""
+        name = _pick(self._holders("running"), index).name
+        self.do(Preempt(name))
+        if back:
+            self.do(Resume(name, back))
 
     @precondition(lambda self: self.target.can.fork and self._holders("running"))
-    @rule(index=_INDEX, token=st.integers(0, 2))
-    def fork(self, index: int, token: int) -> None:
-        self.do(Fork(_pick(self._holders("running"), index).name, self.name(), token))
+    @rule(index=_INDEX, token=st.integers(0, 2), both=st.booleans())
+    def fork(self, index: int, token: int, both: bool) -> None:
+        """Fork, and perhaps let both sequences write at once."""
+        parent, child = _pick(self._holders("running"), index).name, self.name()
+        self.do(Fork(parent, child, token))
+        for name in (parent, child) if both else ():
+            self.do(More(name, 1))
 
     @precondition(lambda self: self.target.can.swap and self._holders("running"))
     @rule(index=_INDEX)
@@ -148,12 +162,7 @@ class AllocatorMachine(_Machine):
     def swap_in(self, index: int, n: int) -> None:
         self.do(SwapIn(_pick(self._holders("swapped"), index).name, n))
 
-    @precondition(lambda self: self.target.can.probe)
-    @rule(tokens=prompts(), n=_AMOUNT)
-    def probe(self, tokens: tuple[int, ...], n: int) -> None:
-        self.do(Probe("probe", tokens, n))
-
-    @precondition(lambda self: self.target.can.reset and self.world.content)
+    @precondition(lambda self: self.target.can.reset and self.world.content and not self._holders())
     @rule()
     def reset(self) -> None:
         self.do(Reset())
@@ -188,7 +197,7 @@ class EngineMachine(_Machine):
         max_tokens = draw(st.integers(1, 8))
         n = draw(st.sampled_from([1, 1, 1, 2, 3])) if "n" in can else 1
         rarely = st.integers(0, 7).map(lambda value: value == 7)
-        return Add(
+        add = Add(
             self.name(),
             tokens,
             max_tokens,
@@ -201,6 +210,10 @@ class EngineMachine(_Machine):
             n=n,
             prompt_logprobs="prompt_logprobs" in can and n == 1 and draw(rarely),
         )
+        setup = self.world.setup
+        while not setup.oversized and add.max_tokens > 1 and why_rejected(add, setup, whole_prompts=False):
+            add = add._replace(max_tokens=add.max_tokens - 1, min_tokens=0)
+        return add
 
     @precondition(lambda self: self._outside() and self.world.live())
     @rule(steps=st.integers(1, 4))
@@ -235,7 +248,7 @@ class EngineMachine(_Machine):
     def preempt(self, index: int) -> None:
         self.do(Preempt(_pick(self.world.live(), index).name))
 
-    @precondition(lambda self: self.target.can.reset and self._outside() and self.world.jobs)
+    @precondition(lambda self: self.target.can.reset and self.world.jobs and not self.world.live())
     @rule()
     def reset(self) -> None:
         self.do(Reset())

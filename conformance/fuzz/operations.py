@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from conformance.contracts.base import Span
-
 __all__ = [
     "ALLOCATOR_OPERATIONS",
     "ENGINE_OPERATIONS",

@@ -81,17 +81,21 @@ def _simpler(operations: list[Operation], fails: Callable[[Sequence[Operation]],
 def _candidates(operation: Operation) -> Iterator[Operation]:
     """Operations that are simpler in one field."""
     fields: dict[str, Any] = operation._asdict()
+
+    def but(name: str, value: object) -> Operation:
+        changed: Any = type(operation)
+        made: Operation = changed(**(fields | {name: value}))
+        return made
+
     for name, default in operation._field_defaults.items():
         if fields[name] != default:
-            yield operation._replace(**{name: default})
+            yield but(name, default)
     for name, value in fields.items():
         if name == "tokens":
-            yield from (operation._replace(tokens=value[:i] + value[i + 1 :]) for i in range(len(value)))
-            for i, token in enumerate(value):
-                if token:
-                    yield operation._replace(tokens=(*value[:i], 0, *value[i + 1 :]))
+            yield from (but(name, value[:i] + value[i + 1 :]) for i in range(len(value)))
+            yield from (but(name, (*value[:i], 0, *value[i + 1 :])) for i, t in enumerate(value) if t)
         elif isinstance(value, int) and not isinstance(value, bool) and name not in operation._field_defaults:
             lowest = 0 if name == "token" else 1
             for smaller in dict.fromkeys((lowest, value - 1)):
                 if lowest <= smaller < value:
-                    yield operation._replace(**{name: smaller})
+                    yield but(name, smaller)

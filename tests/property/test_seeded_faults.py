@@ -15,15 +15,14 @@ from conformance.contracts import Target, find_target
 from conformance.fuzz.driver import Failure, Fuzzer
 from conformance.fuzz.session import PROFILES
 from minivllm import scheduler as scheduler_module
-from minivllm.admission import Room
 from minivllm.attention import KVCache
-from minivllm.cache import BlockManager, BlockPool, PrefixChain, PrefixIndex, PrefixMatch
+from minivllm.cache import BlockManager, PrefixChain, PrefixIndex, PrefixMatch
 from minivllm.cache import prefix_index as prefix_index_module
 from minivllm.cache.host_pool import HostPool
 from minivllm.cache.tables import BlockTable
 from minivllm.cache.transfers import PendingCopies
 from minivllm.config import PreemptionMode
-from minivllm.request import BlockCopy, Request, StepPlan
+from minivllm.request import Request, StepPlan
 from minivllm.scheduler import Scheduler
 
 ALLOCATOR, ENGINE, TENSORS = (

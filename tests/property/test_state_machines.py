@@ -19,7 +19,7 @@ EXAMPLE = "conformance.contracts.example:ExampleAllocator"
 def run(machine: Any, max_examples: int) -> None:
     quick = settings(
         max_examples=max_examples,
-        stateful_step_count=40,
+        stateful_step_count=50,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
@@ -29,11 +29,11 @@ def run(machine: Any, max_examples: int) -> None:
 @pytest.mark.parametrize("name", [OWN_TARGETS[0], EXAMPLE], ids=["minivllm", "example"])
 def test_every_history_of_an_allocator_keeps_every_law(name: str) -> None:
     machine = allocator_machine(find_target(name))
-    run(machine, 150)
+    run(machine, 200)
     assert not_reached(machine.target.can, machine.seen) == []
 
 
 def test_every_history_of_the_scheduler_keeps_every_law() -> None:
     machine = engine_machine(find_target(OWN_TARGETS[1]))
-    run(machine, 150)
+    run(machine, 200)
     assert not_reached(machine.target.can, machine.seen) == []

@@ -63,9 +63,7 @@ def verdicts(scenario: Scenario, history: History) -> list[Finding]:
 def test_a_run_ends_when_every_sequence_has_ended_and_each_has_its_evidence(
     scenario: Callable[..., Scenario],
 ) -> None:
-    s = scenario(
-        checks="[sampled_within_kept_set, {happened: {forked: 2, copied: '>=2'}}, pool_conserved]"
-    )
+    s = scenario(checks="[sampled_within_kept_set, {happened: {forked: 2, copied: '>=2'}}, pool_conserved]")
     history = run(s)
     [free] = history.passes
     assert free.error is None
