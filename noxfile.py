@@ -48,8 +48,23 @@ def tests(session: nox.Session) -> None:
     real_model(session)
     began = time.monotonic()
     env = {**ENV, "OMP_NUM_THREADS": "1"}
-    session.run(str(PYTHON), "-m", "pytest", "-n2", *session.posargs, external=True, env=env)
+    # The property tests are the fuzz session's.
+    arguments = ["-n2", "--ignore=tests/property", *session.posargs]
+    session.run(str(PYTHON), "-m", "pytest", *arguments, external=True, env=env)
     session.log(f"tests took {time.monotonic() - began:.0f} s")
+
+
+@nox.session(venv_backend="none")
+def fuzz(session: nox.Session) -> None:
+    """Fuzz minivllm's allocator and scheduler: the same examples every time, then the property tests.
+
+    `nox -s fuzz -- --minutes 20 --seed 1` runs the fuzzer alone, for as long as you like.
+    """
+    main(session)
+    env = {**ENV, "OMP_NUM_THREADS": "1"}
+    session.run(str(PYTHON), "-m", "conformance", "fuzz", *session.posargs, external=True, env=env)
+    if not session.posargs:
+        session.run(str(PYTHON), "-m", "pytest", "-n2", "tests/property", external=True, env=env)
 
 
 @nox.session(venv_backend="none")

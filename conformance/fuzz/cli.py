@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -23,25 +22,22 @@ from conformance.fuzz.oplog import LogError, file_stem, load_log, save_log
 from conformance.fuzz.scenario_file import NotAScenario, as_scenario
 from conformance.fuzz.session import PROFILES, Limits, TargetReport, run_session
 
-__all__ = ["add_parser", "main", "run"]
+__all__ = ["main", "parser", "run"]
 
 
-def add_parser(subcommands: Any) -> argparse.ArgumentParser:
-    """Add `fuzz` to an argparse subcommand table; `run` carries out what it parsed."""
-    parser: argparse.ArgumentParser = subcommands.add_parser(
-        "fuzz",
-        help="fuzz a block manager or a scheduler with a fake KV cache",
+def parser() -> argparse.ArgumentParser:
+    """The command line of `conformance fuzz`."""
+    root = argparse.ArgumentParser(
+        prog="conformance fuzz",
         description="Random operations, tiny sizes, and a model that knows every KV value. See docs/fuzz.md.",
     )
-    _fill(parser)
-    return parser
+    _fill(root)
+    return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fuzz` on its own; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="conformance fuzz")
-    _fill(parser)
-    return run(parser.parse_args(argv))
+    """Run `conformance fuzz`; returns the exit status."""
+    return run(parser().parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,9 +12,11 @@ import yaml
 
 from conformance import cli as conformance_cli
 from conformance import golden_cli
+from conformance.fuzz import cli as fuzz_cli
 from conformance.scenario import load_scenario
 from minivllm import cli as minivllm_cli
 
+OWN_PARSERS = {"golden": golden_cli.parser(), "fuzz": fuzz_cli.parser()}
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 
@@ -55,8 +57,8 @@ def test_every_command_shown_is_one_that_exists(page: str, line: str) -> None:
                 conformance_cli.parser().parse_args(["run", *rest[1:]])
             continue
         name = Path(words[0]).name
-        if words[:2] == ["conformance", "golden"]:
-            golden_cli.parser().parse_args(words[2:])
+        if name == "conformance" and words[1] in OWN_PARSERS:
+            OWN_PARSERS[words[1]].parse_args(words[2:])
         elif name == "conformance":
             conformance_cli.parser().parse_args(words[1:])
         elif name == "minivllm":
@@ -109,3 +111,12 @@ def test_the_scenario_of_the_scenarios_page_is_a_scenario(tmp_path: Path) -> Non
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert load_scenario(path, tmp_path).id == "prefix-cache/salt-isolation"
+
+
+@pytest.mark.parametrize("variant", ["StaleDirectory", "SharedPageFreed", "WholePromptHit"])
+def test_the_fuzzer_finds_the_bugs_that_its_page_names(
+    variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = f"conformance.contracts.example:{variant}"
+    assert fuzz_cli.main(["--allocator", adapter, "--out", str(tmp_path)]) == 1, capsys.readouterr().out
+    assert list(tmp_path.iterdir())
