@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -41,6 +41,7 @@ class Processor:
         Raises:
             BadParameter, PromptTooLong, UnsupportedError: before anything is queued.
         """
+        _check_types(request_id, sampling, priority, cache_salt)
         text, token_ids = self._encode(prompt)
         self._check(token_ids, sampling, capture)
         max_len = self._resolved.max_model_len
@@ -69,10 +70,13 @@ class Processor:
         if not isinstance(prompt, Mapping) or set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
             raise BadParameter(
                 "a prompt is text, {'prompt': text} or {'prompt_token_ids': ids}; "
-                f"got {sorted(prompt) if isinstance(prompt, Mapping) else type(prompt).__name__}"
+                f"got {sorted(map(str, prompt)) if isinstance(prompt, Mapping) else type(prompt).__name__}"
             )
         if "prompt_token_ids" in prompt:
-            return None, list(prompt["prompt_token_ids"])
+            ids = prompt["prompt_token_ids"]
+            if not isinstance(ids, Iterable):
+                raise BadParameter(f"prompt_token_ids must be a list of token ids, got {ids!r}")
+            return None, list(ids)
         if not isinstance(prompt["prompt"], str):
             raise BadParameter(f"the prompt must be text, got {type(prompt['prompt']).__name__}")
         if self._tokenizer is None:
@@ -98,6 +102,18 @@ class Processor:
         unknown = capture - set(CAPTURES)
         if unknown:
             raise BadParameter(f"unknown stages {sorted(unknown)}; known: {sorted(CAPTURES)}")
+
+
+def _check_types(request_id: object, sampling: object, priority: object, cache_salt: object) -> None:
+    """Refuse what would only break later, in the scheduler, for every other request too."""
+    if not isinstance(request_id, str):
+        raise BadParameter(f"a request id is text, got {request_id!r}")
+    if not isinstance(sampling, SamplingParams):
+        raise BadParameter(f"sampling_params must be SamplingParams, got {sampling!r}")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise BadParameter(f"priority must be an integer, got {priority!r}")
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise BadParameter(f"cache_salt must be text or None, got {cache_salt!r}")
 
 
 def _derived_seed(engine_seed: int, arrival: int) -> int:

@@ -53,7 +53,17 @@ class Tokenizer:
         return frozenset(self.hf.all_special_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens the tokenizer adds (such as BOS)."""
+        """Token ids of a plain prompt, with the special tokens the tokenizer adds (such as BOS).
+
+        Raises:
+            BadParameter: the text holds a lone surrogate, so it has no UTF-8 form.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadParameter(
+                f"the text cannot be encoded as UTF-8: {text[error.start]!r} at character {error.start}"
+            ) from error
         ids: list[int] = self.hf(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
@@ -88,8 +98,6 @@ class Tokenizer:
             UnsupportedError: neither the model nor the caller has a template.
             BadParameter: no messages, or the template refuses them.
         """
-        from jinja2 import TemplateError
-
         if not messages:
             raise BadParameter("a chat needs at least one message, got none")
         for message in messages:
@@ -107,7 +115,7 @@ class Tokenizer:
                 tokenize=False,
                 **variables,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program of its author's: it may raise anything
             raise BadParameter(f"the chat template refuses these messages: {error}") from error
         return text
 

@@ -78,6 +78,36 @@ def test_a_bad_request_is_refused_and_the_others_are_served(tiny_llama: str) -> 
     assert counts.in_use == 0
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"request_id": None},
+        {"request_id": 5},
+        {"request_id": ["a"]},
+        {"sampling_params": None},
+        {"sampling_params": {"max_tokens": 3}},
+        {"priority": None},
+        {"priority": "high"},
+        {"cache_salt": 5},
+        {"prompt": {"prompt_token_ids": None}},
+        {"prompt": {"prompt_token_ids": 5}},
+        {"prompt": {"prompt": "x", 1: 2}},
+        {"prompt": "a\ud800b"},
+        {"sampling_params": SamplingParams(bad_words=["\ud800"])},
+    ],
+)
+def test_an_argument_of_another_type_is_refused_and_the_others_are_served(
+    tiny_llama: str, wrong: dict[str, Any], policy: str
+) -> None:
+    engine = make(tiny_llama, scheduling_policy=policy)
+    engine.add_request("good", {"prompt_token_ids": [5, 6, 7]}, GREEDY)
+    valid = {"request_id": "bad", "prompt": {"prompt_token_ids": [5]}, "sampling_params": GREEDY}
+    with pytest.raises(BadParameter):
+        engine.add_request(**{**valid, **wrong})
+    assert set(drain(engine)) == {"good"}
+
+
 def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(tiny_llama: str) -> None:
     engine = LLMEngine(EngineConfig(model=tiny_llama, num_kv_blocks=4, block_size=4))
     with pytest.raises(CapacityError, match=r"3"):
