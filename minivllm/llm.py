@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine
-from minivllm.errors import BadParameter, UnsupportedError
+from minivllm.errors import BadParameter, RequestError, UnsupportedError
 from minivllm.processor import Prompt
 from minivllm.request import RequestOutput, SamplingParams
 
@@ -28,6 +29,7 @@ class LLM:
     def __init__(self, model: str, **options: Any) -> None:
         self.engine = LLMEngine(EngineConfig.from_dict({"model": str(model), **options}))
         self._count = 0
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # of requests that streams wait for
 
     def generate(
         self,
@@ -68,6 +70,8 @@ class LLM:
         """Conversations as token-id prompts, one per conversation."""
         if self.engine.tokenizer is None:
             raise UnsupportedError("this model has no tokenizer, so it has no chat template")
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise BadParameter(f"chat takes a list of messages, or of such lists, got {messages!r}")
         if not messages:
             raise BadParameter("chat needs at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
@@ -89,26 +93,58 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield every output as it changes, of all prompts in turn; outputs are cumulative.
 
-        Leaving the iterator early aborts what is still running.
+        Several streams may be read in turn; their requests share the engine's steps. Leaving the
+        iterator early aborts what is still running.
+
+        Raises:
+            RequestError, CapacityError: a prompt was refused; then none of them runs. Also when
+                requests that were added to `engine` directly are unfinished: their outputs would
+                be lost here.
         """
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
+        prompts = _listed(prompts)
         many = _per_prompt(sampling_params, len(prompts))
-        live: dict[str, int] = {}
+        if self.engine.has_unfinished_requests() and not self._inboxes:
+            raise RequestError(
+                "the engine is serving requests that were added to it directly: finish or abort them first"
+            )
+        live: set[str] = set()
+        inbox: deque[RequestOutput] = deque()
         try:
             for prompt, params in zip(prompts, many, strict=True):
                 request_id = str(self._count)
                 self.engine.add_request(request_id, prompt, params)
                 self._count += 1
-                live[request_id] = len(live)
+                live.add(request_id)
+                self._inboxes[request_id] = inbox
             while live:
-                for output in self.engine.step():
+                if not inbox:
+                    self._step()
+                while inbox:
+                    output = inbox.popleft()
                     if output.finished:
-                        live.pop(output.request_id, None)
+                        live.remove(output.request_id)
                     yield output
         finally:
             for request_id in live:
-                self.engine.abort_request(request_id)
+                if self._inboxes.pop(request_id, None) is not None:  # else it ended, unread
+                    self.engine.abort_request(request_id)
+
+    def _step(self) -> None:
+        """One step for all streams; each finds its outputs in its inbox."""
+        for output in self.engine.step():
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
+            if output.finished:
+                self._inboxes.pop(output.request_id, None)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise BadParameter(f"prompts must be a prompt or a list of prompts, got {prompts!r}")
+    return list(prompts)
 
 
 def _per_prompt(
@@ -118,6 +154,10 @@ def _per_prompt(
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [replace(sampling_params) for _ in range(count)]
+    if not isinstance(sampling_params, Sequence):
+        raise BadParameter(
+            f"sampling_params must be SamplingParams or a list of them, got {sampling_params!r}"
+        )
     if len(sampling_params) != count:
         raise BadParameter(f"{count} prompts need as many sampling_params, got {len(sampling_params)}")
     return list(sampling_params)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minivllm import LLM, SamplingParams
-from minivllm.errors import BadParameter, ConfigError, UnsupportedError
+from minivllm.errors import BadParameter, ConfigError, RequestError, UnsupportedError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
@@ -49,6 +49,47 @@ def test_leaving_a_stream_early_aborts_the_rest(llm: LLM) -> None:
     next(stream)
     stream.close()  # type: ignore[attr-defined]  # a generator
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_leaving_a_stream_with_ended_requests_unread_raises_nothing(llm: LLM) -> None:
+    stream = llm.stream([{"prompt_token_ids": [5]}, {"prompt_token_ids": [6]}], GREEDY)
+    next(output for output in stream if output.finished)  # the other ended in the same step
+    stream.close()
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_two_streams_read_in_turn_each_get_their_own_outputs(llm: LLM) -> None:
+    prompts = [{"prompt_token_ids": [i, 9]} for i in (5, 6)]
+    alone = [llm.generate(prompt, GREEDY)[0].outputs for prompt in prompts]
+    streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+    first = next(streams[0])
+    second = list(streams[1])  # runs the first stream's request to its end, too
+    rest = list(streams[0])
+    assert [o.prompt_token_ids for o in (first, *rest)] == [(5, 9)] * 5
+    assert [o.prompt_token_ids for o in second] == [(6, 9)] * 5
+    assert [rest[-1].outputs, second[-1].outputs] == alone
+
+
+def test_requests_added_to_the_engine_directly_are_not_driven_past_their_owner(llm: LLM) -> None:
+    llm.engine.add_request("mine", {"prompt_token_ids": [5]}, GREEDY)
+    with pytest.raises(RequestError, match="added to it directly"):
+        llm.generate("The red boat", GREEDY)
+    llm.engine.abort_request("mine")
+    assert len(llm.generate("The red boat", GREEDY)) == 1
+
+
+def test_arguments_of_another_type_are_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(BadParameter, match="list of prompts"):
+        llm.generate(None, GREEDY)  # type: ignore[arg-type]  # wrong on purpose
+    for wrong in ({"max_tokens": 3}, 5, [None]):
+        with pytest.raises(BadParameter, match="sampling_params must be"):
+            llm.generate("a", wrong)  # type: ignore[arg-type]  # wrong on purpose
+    for talk in ({"role": "user", "content": "x"}, "hello"):
+        with pytest.raises(BadParameter, match="list of messages"):
+            llm.chat(talk)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(BadParameter, match="template refuses"):
+        llm.chat([{"role": "user", "content": "x"}], chat_template="{{ 1 / 0 }}")
+    assert len(llm.generate((p for p in ("a", "b")), GREEDY)) == 2  # type: ignore[arg-type]  # any iterable will do
 
 
 def test_chat_uses_the_template_for_one_conversation_or_many(llm: LLM) -> None:
