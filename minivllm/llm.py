@@ -70,8 +70,9 @@ class LLM:
         """Conversations as token-id prompts, one per conversation."""
         if self.engine.tokenizer is None:
             raise UnsupportedError("this model has no tokenizer, so it has no chat template")
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise BadParameter(f"chat takes a list of messages, or of such lists, got {messages!r}")
+        given: object = messages
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise BadParameter(f"chat takes a list of messages, or of such lists, got {given!r}")
         if not messages:
             raise BadParameter("chat needs at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
