@@ -55,8 +55,28 @@ class Ops(Protocol):
         """Root mean square norm over the last axis, in float32 inside; x [..., dim], weight [dim]."""
         ...
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Mean and variance norm over the last axis; x [..., dim], weight [dim], bias [dim]."""
+        ...
+
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x), element by element."""
+        ...
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """x * (1 + erf(x / √2)) / 2, element by element."""
+        ...
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        """`gelu` with the tanh approximation of arXiv:1606.08415, element by element."""
+        ...
+
+    def quick_gelu(self, x: Tensor) -> Tensor:
+        """x * sigmoid(1.702 x), element by element."""
+        ...
+
+    def relu(self, x: Tensor) -> Tensor:
+        """max(x, 0), element by element."""
         ...
 
     def log_softmax(self, logits: Tensor) -> Tensor:

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from minivllm.errors import InvariantError
 from minivllm.layers.ops_torch import TorchOps
-from minivllm.layers.padding import padded_linear, stable_silu
+from minivllm.layers.padding import (
+    padded_linear,
+    stable_gelu,
+    stable_gelu_tanh,
+    stable_quick_gelu,
+    stable_silu,
+)
 from minivllm.layers.probe import ProbeReport, probe
 
 __all__ = ["PadOps"]
@@ -18,7 +24,7 @@ __all__ = ["PadOps"]
 class PadOps(TorchOps):
     """TorchOps in shapes and formulas that do not depend on the batch.
 
-    The norm and log_softmax of TorchOps reduce one row at a time and need no change.
+    The norms, relu and log_softmax of TorchOps treat one row at a time and need no change.
 
     Attributes:
         report: what the start-up probe found; None until `prepare`.
@@ -45,3 +51,12 @@ class PadOps(TorchOps):
 
     def silu(self, x: Tensor) -> Tensor:
         return stable_silu(x)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return stable_gelu(x)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return stable_gelu_tanh(x)
+
+    def quick_gelu(self, x: Tensor) -> Tensor:
+        return stable_quick_gelu(x)

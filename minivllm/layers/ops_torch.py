@@ -37,8 +37,23 @@ class TorchOps:
         variance = wide.pow(2).mean(-1, keepdim=True)
         return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
     def silu(self, x: Tensor) -> Tensor:
         return F.silu(x)
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    def quick_gelu(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+    def relu(self, x: Tensor) -> Tensor:
+        return F.relu(x)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits.to(torch.float32), dim=-1)

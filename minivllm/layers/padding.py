@@ -7,11 +7,22 @@ with oneMKL and oneDNN on x86; `minivllm.layers.probe` repeats the measurement a
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name every PyTorch reader knows
 from torch import Tensor
 
-__all__ = ["MIN_COLUMNS_PER_THREAD", "TILES", "padded_linear", "padded_rows", "stable_silu"]
+__all__ = [
+    "MIN_COLUMNS_PER_THREAD",
+    "TILES",
+    "padded_linear",
+    "padded_rows",
+    "stable_gelu",
+    "stable_gelu_tanh",
+    "stable_quick_gelu",
+    "stable_silu",
+]
 
 TILES = (4, 8, 16, 32)
 """Tile candidates, the cheapest first."""
@@ -52,3 +63,25 @@ def stable_silu(x: Tensor) -> Tensor:
     """
     wide = x.to(torch.float32)
     return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
+
+
+def stable_gelu(x: Tensor) -> Tensor:
+    """x * (1 + erf(x / √2)) / 2 in float32 inside; torch.erf rounds the same in vectors and tails."""
+    wide = x.to(torch.float32)
+    return (0.5 * wide * (1.0 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
+
+
+def stable_gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of gelu as x / (1 + exp(-2u)), u = √(2/π) (x + 0.044715 x³).
+
+    It is the same function: (1 + tanh u) / 2 = 1 / (1 + exp(-2u)).
+    """
+    wide = x.to(torch.float32)
+    inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * (wide * wide * wide))
+    return (wide / (1.0 + torch.exp(-2.0 * inner))).to(x.dtype)
+
+
+def stable_quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x) as x / (1 + exp(-1.702 x)), in float32 inside."""
+    wide = x.to(torch.float32)
+    return (wide / (1.0 + torch.exp(-1.702 * wide))).to(x.dtype)

@@ -17,7 +17,14 @@ import torch.nn.functional as F  # noqa: N812 - the name every PyTorch reader kn
 from torch import Tensor, nn
 
 from minivllm.errors import ConfigError
-from minivllm.layers.padding import TILES, padded_linear, stable_silu
+from minivllm.layers.padding import (
+    TILES,
+    padded_linear,
+    stable_gelu,
+    stable_gelu_tanh,
+    stable_quick_gelu,
+    stable_silu,
+)
 
 __all__ = ["LinearShape", "ProbeReport", "cancelling", "linear_shapes", "probe", "probe_linear", "threads"]
 
@@ -187,20 +194,17 @@ def _probe_row_wise(widths: Sequence[int], dtype: torch.dtype, device: torch.dev
     for width in widths:
         x = (torch.randn(37, width, generator=generator) * 4).to(device, dtype)
         wide = x.to(torch.float32)
-        for name, alone, batch in (
-            ("silu", torch.cat([stable_silu(row[None]) for row in x]), stable_silu(x)),
-            (
-                "mean of squares",
-                torch.cat([row[None].pow(2).mean(-1, keepdim=True) for row in wide]),
-                wide.pow(2).mean(-1, keepdim=True),
-            ),
-            (
-                "log_softmax",
-                torch.cat([torch.log_softmax(row[None], dim=-1) for row in wide]),
-                torch.log_softmax(wide, dim=-1),
-            ),
+        for name, rows, function in (
+            ("silu", x, stable_silu),
+            ("gelu", x, stable_gelu),
+            ("gelu_tanh", x, stable_gelu_tanh),
+            ("quick_gelu", x, stable_quick_gelu),
+            ("layer_norm", x, lambda t: F.layer_norm(t, t.shape[-1:])),
+            ("mean of squares", wide, lambda t: t.pow(2).mean(-1, keepdim=True)),
+            ("log_softmax", wide, lambda t: torch.log_softmax(t, dim=-1)),
         ):
-            if not torch.equal(alone, batch):
+            alone = torch.cat([function(row[None]) for row in rows])
+            if not torch.equal(alone, function(rows)):
                 raise ConfigError(
                     f"batch_invariant is not possible here: {name} of a row of {width} {dtype} elements "
                     f"depends on its batch; use another machine, or batch_invariant=False"

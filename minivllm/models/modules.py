@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from minivllm.layers.ops import Ops
 
-__all__ = ["Embedding", "Linear", "RMSNorm", "new_parameter"]
+__all__ = ["Embedding", "LayerNorm", "Linear", "RMSNorm", "new_parameter"]
 
 
 def new_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -50,6 +50,21 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[…, size] → […, size]."""
         return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Mean-and-variance norm over the last dimension, with weight and bias."""
+
+    def __init__(self, size: int, eps: float, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.ops = ops
+        self.eps = eps
+        self.weight = new_parameter(size, dtype=dtype, device=device)
+        self.bias = new_parameter(size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, size] → […, size]."""
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class Embedding(nn.Module):

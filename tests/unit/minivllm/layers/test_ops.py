@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the name every PyTorch reader knows
 from torch import nn
 
 from minivllm.errors import ConfigError
@@ -50,12 +51,20 @@ def test_every_implementation_agrees_with_float64(name: str, dtype: torch.dtype,
     ops, gen = prepared(name, dtype), torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 24, generator=gen).to(dtype)
     w, b = torch.randn(40, 24, generator=gen).to(dtype), torch.randn(40, generator=gen).to(dtype)
-    g = torch.rand(24, generator=gen).to(dtype)
+    g, h = torch.rand(24, generator=gen).to(dtype), torch.rand(24, generator=gen).to(dtype)
     wide = x.double()
     expected = {
         "linear": (ops.linear(x, w), wide @ w.double().T),
         "linear + bias": (ops.linear(x, w, b), wide @ w.double().T + b.double()),
         "silu": (ops.silu(x), wide * torch.sigmoid(wide)),
+        "gelu": (ops.gelu(x), F.gelu(wide)),
+        "gelu_tanh": (ops.gelu_tanh(x), F.gelu(wide, approximate="tanh")),
+        "quick_gelu": (ops.quick_gelu(x), wide * torch.sigmoid(1.702 * wide)),
+        "relu": (ops.relu(x), wide.clamp(min=0)),
+        "layer_norm": (
+            ops.layer_norm(x, g, h, 1e-5),
+            F.layer_norm(wide, (24,), g.double(), h.double(), 1e-5),
+        ),
         "norm": (
             ops.rms_norm(x, g, 1e-5),
             g.double() * wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt(),
@@ -87,14 +96,15 @@ def test_no_rows_give_no_rows(name: str) -> None:
     assert ops.linear(torch.empty(0, 24), torch.randn(40, 24)).shape == (0, 40)
 
 
-def test_silu_keeps_its_limits_far_from_zero() -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu", "quick_gelu", "relu"])
+@pytest.mark.parametrize("name", list(OPS))
+def test_activations_keep_their_limits_far_from_zero(name: str, activation: str) -> None:
     x = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e30]])
-    for name in OPS:
-        assert prepared(name, torch.float32).silu(x).tolist()[0] == [
-            0,
-            0,
-            0,
-            0,
-            200.0,
-            torch.tensor(1e30).item(),
-        ]
+    got = getattr(prepared(name, torch.float32), activation)(x)
+    assert got.tolist()[0] == [0, 0, 0, 0, 200.0, torch.tensor(1e30).item()]
+
+
+@pytest.mark.parametrize("name", list(OPS))
+def test_gelu_tanh_keeps_its_limits_far_from_zero(name: str) -> None:
+    x = torch.tensor([[-1e9, -200.0, -0.0, 0.0, 200.0, 1e9]])
+    assert prepared(name, torch.float32).gelu_tanh(x).tolist()[0] == [0, 0, 0, 0, 200.0, 1e9]

@@ -58,7 +58,16 @@ def test_row_wise_operations_do_not_depend_on_the_other_rows(dtype: torch.dtype,
     gain = torch.rand(width, generator=torch.Generator().manual_seed(1)).to(dtype)
     for count in (1, 2):
         with threads(count):
-            for run in (ops.silu, ops.log_softmax, lambda t: ops.rms_norm(t, gain, 1e-5)):
+            for run in (
+                ops.silu,
+                ops.gelu,
+                ops.gelu_tanh,
+                ops.quick_gelu,
+                ops.relu,
+                ops.log_softmax,
+                lambda t: ops.rms_norm(t, gain, 1e-5),
+                lambda t: ops.layer_norm(t, gain, gain, 1e-5),
+            ):
                 batch = run(x)
                 for start, end in ((0, 1), (4, 7), (16, 33), (32, 33)):
                     assert torch.equal(run(x[start:end]), batch[start:end])

@@ -32,9 +32,29 @@ def test_rms_norm_has_the_bits_of_transformers(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("silu", "silu"),
+        ("gelu", "gelu"),
+        ("gelu_tanh", "gelu_pytorch_tanh"),
+        ("quick_gelu", "quick_gelu"),
+        ("relu", "relu"),
+    ],
+)
+def test_activations_have_the_bits_of_transformers(dtype: torch.dtype, ours: str, theirs: str) -> None:
     x = rows(dtype, 7, 100)
-    assert torch.equal(TorchOps().silu(x), ACT2FN["silu"](x))
+    assert torch.equal(getattr(TorchOps(), ours)(x), ACT2FN[theirs](x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_has_the_bits_of_a_torch_module(dtype: torch.dtype) -> None:
+    norm = nn.LayerNorm(100, eps=1e-6).to(dtype)
+    x = rows(dtype, 3, 7, 100)
+    with torch.inference_mode():
+        norm.weight.copy_(rows(dtype, 100))
+        norm.bias.copy_(rows(dtype, 2, 100)[1])
+        assert torch.equal(TorchOps().layer_norm(x, norm.weight, norm.bias, 1e-6), norm(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

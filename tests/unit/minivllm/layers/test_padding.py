@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name every PyTorch reader knows
 
-from minivllm.layers.padding import MIN_COLUMNS_PER_THREAD, TILES, padded_linear, padded_rows, stable_silu
+from minivllm.layers.padding import (
+    MIN_COLUMNS_PER_THREAD,
+    TILES,
+    padded_linear,
+    padded_rows,
+    stable_gelu,
+    stable_gelu_tanh,
+    stable_quick_gelu,
+    stable_silu,
+)
 from minivllm.layers.probe import threads
 
 
@@ -62,9 +72,12 @@ def test_small_reduced_precision_products_are_made_too_large_for_the_plain_loop(
     assert padded_rows(rows, size, torch.float32, 4) == -(-rows // 4) * 4
 
 
-def test_stable_silu_rounds_the_same_in_vectors_and_one_by_one() -> None:
-    x = torch.randn(1003, generator=torch.Generator().manual_seed(0)) * 8
-    assert torch.equal(stable_silu(x), torch.stack([stable_silu(v) for v in x]))
+@pytest.mark.parametrize("function", [stable_silu, stable_gelu, stable_gelu_tanh, stable_quick_gelu])
+def test_stable_activations_round_the_same_in_vectors_and_one_by_one(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    x = torch.randn(1003, generator=torch.Generator().manual_seed(0)) * 4
+    assert torch.equal(function(x), torch.stack([function(v) for v in x]))
 
 
 def test_stable_silu_in_reduced_precision_rounds_once() -> None:
