@@ -37,6 +37,11 @@ MANY_ROWS = 64
 
 FEW_COLUMNS = 256
 
+LEAST_ROWS = 2048
+"""Row counts up to this are probed even if a step holds fewer, or engines that differ in that limit alone
+could pick different tiles, and so compute different bits (seen with oneMKL on Intel: one row alone asks
+for tile 4, many for 8)."""
+
 
 @dataclass(frozen=True, order=True, slots=True)
 class LinearShape:
@@ -66,7 +71,8 @@ class ProbeReport:
 def probe(model: nn.Module, *, max_rows: int) -> ProbeReport:
     """Pick the smallest tile that works for every weight matrix of a model.
 
-    Tried with 1 thread and with as many as torch uses now, for row counts up to max_rows.
+    Tried with 1 thread and with as many as torch uses now, for row counts up to max_rows and at least
+    up to `LEAST_ROWS`.
 
     Raises:
         ConfigError: no tile works, or a row-wise operation depends on its batch; names the shape.
@@ -74,7 +80,8 @@ def probe(model: nn.Module, *, max_rows: int) -> ProbeReport:
     shapes = linear_shapes(model)
     dtype, device = next((p.dtype, p.device) for p in model.parameters())
     widths = sorted({p.shape[0] for p in model.parameters() if p.dim() == 1} | {s.columns for s in shapes})
-    return _probe_shapes(shapes, tuple(widths), dtype, device, max_rows, torch.get_num_threads())
+    rows = max(max_rows, LEAST_ROWS)
+    return _probe_shapes(shapes, tuple(widths), dtype, device, rows, torch.get_num_threads())
 
 
 @cache

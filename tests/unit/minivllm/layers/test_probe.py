@@ -74,6 +74,13 @@ def test_the_smallest_tile_that_works_is_picked(
     assert probe(model(), max_rows=200).tile == expected
 
 
+def test_an_engine_of_small_steps_picks_the_tile_of_one_of_large_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "padded_linear", good_from(8))
+    assert probe(model(), max_rows=1).tile == 8
+
+
 def test_without_a_tile_the_mode_is_refused_with_the_shape_that_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,4 +147,4 @@ def test_a_process_asks_once_per_question(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "padded_linear", good_from(64))
     assert probe(model(), max_rows=64) is first
     with pytest.raises(ConfigError):
-        probe(model(), max_rows=65)
+        probe(model(), max_rows=module.LEAST_ROWS + 1)
