@@ -12,13 +12,22 @@ from typing import Any
 from conformance.recipes.initialise import initialise
 from conformance.recipes.llama import LLAMA_RECIPES
 from conformance.recipes.qwen import QWEN_RECIPES
+from conformance.recipes.qwen_vl import QWEN_VL_RECIPES
 from conformance.recipes.recipe import MAX_POSITIONS, TINY, MechanicsRecipe
 from conformance.recipes.tokenizer import text_tokenizer, wrap
 
 __all__ = ["MECHANICS", "build", "make_model", "make_tokenizer", "sha256_of", "write_checkpoint"]
 
 #: Every mechanics recipe by name.
-MECHANICS: Mapping[str, MechanicsRecipe] = {r.name: r for r in (*LLAMA_RECIPES, *QWEN_RECIPES)}
+MECHANICS: Mapping[str, MechanicsRecipe] = {
+    recipe.name: recipe
+    for family in (
+        LLAMA_RECIPES,
+        QWEN_RECIPES,
+        QWEN_VL_RECIPES,
+    )
+    for recipe in family
+}
 
 
 def make_model(recipe: MechanicsRecipe, seed: int | None = None) -> Any:
@@ -27,21 +36,29 @@ def make_model(recipe: MechanicsRecipe, seed: int | None = None) -> Any:
 
     model_class = getattr(transformers, recipe.architecture)
     special = recipe.special
-    config = model_class.config_class(
+    decoder = {
         **TINY,
         **recipe.config,
-        bos_token_id=special.ids[special.bos] if special.bos else None,
-        eos_token_id=special.ids[recipe.end_tokens[0]],
-        pad_token_id=special.ids[special.pad],
-        attention_dropout=0.0,
+        "bos_token_id": special.ids[special.bos] if special.bos else None,
+        "eos_token_id": special.ids[recipe.end_tokens[0]],
+        "pad_token_id": special.ids[special.pad],
+        "attention_dropout": 0.0,
+    }
+    vision = recipe.vision
+    config = (
+        model_class.config_class(**decoder)
+        if vision is None
+        else model_class.config_class(
+            text_config=decoder, vision_config=dict(vision.vision_config), **vision.config
+        )
     )
     config._attn_implementation = "eager"
     model = model_class(config).eval()
     initialise(model, recipe.seed if seed is None else seed, special_ids=list(special.ids.values()))
     model.generation_config = transformers.GenerationConfig(
-        bos_token_id=config.bos_token_id,
+        bos_token_id=decoder["bos_token_id"],
         eos_token_id=[special.ids[token] for token in recipe.end_tokens],
-        pad_token_id=config.pad_token_id,
+        pad_token_id=decoder["pad_token_id"],
         do_sample=False,
     )
     return model
@@ -70,14 +87,23 @@ def build(name: str, directory: Path) -> None:
         raise ValueError(f"no mechanics recipe {name!r}; known: {', '.join(MECHANICS)}")
     recipe = MECHANICS[name]
     facts = {"kind": "mechanics", "seed": recipe.seed, "dtypes": ["float32"]}
-    write_checkpoint(directory, name, recipe.summary, make_model(recipe), make_tokenizer(recipe), facts)
+    processor = recipe.vision.processor if recipe.vision else None
+    model, tokenizer = make_model(recipe), make_tokenizer(recipe)
+    write_checkpoint(directory, name, recipe.summary, model, tokenizer, facts, processor)
 
 
 def write_checkpoint(
-    directory: Path, name: str, summary: str, model: Any, tokenizer: Any, facts: Mapping[str, Any]
+    directory: Path,
+    name: str,
+    summary: str,
+    model: Any,
+    tokenizer: Any,
+    facts: Mapping[str, Any],
+    processor: Mapping[str, Any] | None = None,
 ) -> None:
     """Save model and tokenizer as Transformers does, without version stamps, and RECIPE.json.
 
+    `processor` is the content of processor_config.json, for models that take pictures.
     RECIPE.json holds the recipe's name, `facts`, the versions used and the SHA-256 of every
     other file.
     """
@@ -92,6 +118,8 @@ def write_checkpoint(
             # The name that Transformers 4 knows too, for engines that still run it.
             values["tokenizer_class"] = "PreTrainedTokenizerFast"
         _write_json(directory / file, values)
+    if processor is not None:
+        _write_json(directory / "processor_config.json", processor)
     (directory / "model.safetensors").chmod(0o644)
     packages = ("numpy", "safetensors", "tokenizers", "torch", "transformers")
     files = sorted(p for p in directory.iterdir() if p.name != "RECIPE.json")

@@ -48,10 +48,11 @@ def standard_normal(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.
 
 
 def initialise(model: nn.Module, seed: int, *, special_ids: Collection[int] = ()) -> None:
-    """Fill every parameter of a Transformers decoder in place.
+    """Fill every parameter of a Transformers model in place.
 
     Args:
-        model: a causal language model with `config.tie_word_embeddings`.
+        model: a causal language model, or a vision-language one that holds a decoder, with
+            `config.tie_word_embeddings`.
         seed: with equal configurations, equal seeds give equal bits.
         special_ids: ids whose output rows are made small, so that greedy decoding seldom picks
             them although a logit bias still can.
@@ -64,10 +65,36 @@ def initialise(model: nn.Module, seed: int, *, special_ids: Collection[int] = ()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             z = standard_normal(seed, name, tuple(parameter.shape))
-            value = _scaled(name, z, tied=tied, qk_norm=qk_norm)
-            if name == ("model.embed_tokens.weight" if tied else "lm_head.weight"):
+            inner = _name_in_decoder(name)
+            value = _scaled_tower(name, z) if inner is None else _scaled(inner, z, tied=tied, qk_norm=qk_norm)
+            if inner == ("model.embed_tokens.weight" if tied else "lm_head.weight"):
                 value[sorted(special_ids)] *= _SPECIAL_SCALE
             parameter.copy_(torch.from_numpy(value).to(parameter.dtype))
+
+
+def _name_in_decoder(name: str) -> str | None:
+    """What the parameter `name` would be called in a model of text; None: it belongs to the vision side."""
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return None if name.startswith("model.visual.") else name
+
+
+def _scaled_tower(name: str, z: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A parameter of a vision tower or of what joins it to the decoder."""
+    if name.endswith(".bias"):
+        return 0.1 * z
+    kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if z.ndim == 1 and any(word in kind for word in ("norm", "ln_q")):
+        return 1 + 0.2 * z
+    if kind == "pos_embed":
+        return z
+    if z.ndim not in (2, 5):  # a matrix, or a convolution over patches
+        raise ValueError(f"no rule for parameter {name!r} of shape {z.shape}; add one to initialise.py")
+    fan_in = math.prod(z.shape[1:])
+    value = _MATRIX_GAIN / math.sqrt(fan_in) * z
+    if kind == "qkv":
+        value[: 2 * fan_in] *= _ATTENTION_GAIN / _MATRIX_GAIN  # the rows of q and k
+    return value
 
 
 def _scaled(name: str, z: NDArray[np.float64], *, tied: bool, qk_norm: bool) -> NDArray[np.float64]:

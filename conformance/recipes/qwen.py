@@ -5,9 +5,9 @@ from __future__ import annotations
 from conformance.recipes.recipe import MechanicsRecipe
 from conformance.recipes.tokenizer import SpecialTokens
 
-__all__ = ["QWEN_RECIPES"]
+__all__ = ["QWEN_ENDS", "QWEN_RECIPES", "QWEN_SPECIAL", "QWEN_SYSTEM_TURN"]
 
-_SPECIAL = SpecialTokens(
+QWEN_SPECIAL = SpecialTokens(
     tokens=(
         "<|endoftext|>",
         "<|im_start|>",
@@ -31,17 +31,15 @@ _TURNS = """\
 {%- endif -%}
 """
 
-# Like the published Qwen2 template, a conversation without a system turn is given one.
-_QWEN2_TEMPLATE = (
-    """\
+#: Like the published Qwen2 template, a conversation without a system turn is given one.
+QWEN_SYSTEM_TURN = """\
 {%- if messages[0]['role'] != 'system' -%}
 {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
 {%- endif -%}
 """
-    + _TURNS
-)
+_QWEN2_TEMPLATE = QWEN_SYSTEM_TURN + _TURNS
 
-_ENDS = ("<|im_end|>", "<|endoftext|>")
+QWEN_ENDS = ("<|im_end|>", "<|endoftext|>")
 
 QWEN_RECIPES: tuple[MechanicsRecipe, ...] = (
     MechanicsRecipe(
@@ -54,8 +52,8 @@ QWEN_RECIPES: tuple[MechanicsRecipe, ...] = (
             "use_sliding_window": False,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         },
-        special=_SPECIAL,
-        end_tokens=_ENDS,
+        special=QWEN_SPECIAL,
+        end_tokens=QWEN_ENDS,
         chat_template=_QWEN2_TEMPLATE,
         seed=12,
     ),
@@ -69,8 +67,8 @@ QWEN_RECIPES: tuple[MechanicsRecipe, ...] = (
             "tie_word_embeddings": False,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         },
-        special=_SPECIAL,
-        end_tokens=_ENDS,
+        special=QWEN_SPECIAL,
+        end_tokens=QWEN_ENDS,
         chat_template=_TURNS,
         seed=1,
     ),

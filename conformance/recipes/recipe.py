@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from conformance.recipes.tokenizer import NUM_BPE_TOKENS, SpecialTokens
 
-__all__ = ["MAX_POSITIONS", "TINY", "MechanicsRecipe"]
+__all__ = ["MAX_POSITIONS", "TINY", "MechanicsRecipe", "VisionParts"]
 
 MAX_POSITIONS = 8192
 
@@ -28,6 +28,22 @@ TINY: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionParts:
+    """What a vision-language model has beside its decoder.
+
+    Attributes:
+        vision_config: fields of the vision tower's config.
+        config: other fields of the outer config, such as the ids of placeholders.
+        processor: content of processor_config.json. Written out, not made by a processor object:
+            some processor classes cannot be made without torchvision.
+    """
+
+    vision_config: Mapping[str, Any]
+    processor: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MechanicsRecipe:
     """One checkpoint of random weights for testing mechanics in float32.
 
@@ -35,12 +51,13 @@ class MechanicsRecipe:
         name: directory name below golden/checkpoints.
         summary: what it is there to show, in one line.
         architecture: Transformers class name.
-        config: fields of its config, beyond TINY.
+        config: fields of its config, beyond TINY; of the decoder's, if it has `vision`.
         special: special tokens; their ids follow the BPE vocabulary.
         end_tokens: tokens that end generation, for generation_config.json; the first is also the
             config's own.
         chat_template: Jinja source.
         seed: found by `conformance.recipes.search`, kept so that a rebuild needs no search.
+        vision: the rest of a vision-language model; None: a model of text.
     """
 
     name: str
@@ -51,3 +68,4 @@ class MechanicsRecipe:
     end_tokens: tuple[str, ...]
     chat_template: str
     seed: int
+    vision: VisionParts | None = None

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from conformance.recipes.build import MECHANICS, build, make_model, make_tokenizer, sha256_of
+
+VISION = sorted(name for name, recipe in MECHANICS.items() if recipe.vision is not None)
 
 TEXTS = (
     "I'm 1234 & don't\r\n  know   \n y",
@@ -23,7 +32,11 @@ def recipe_of(directory: Path) -> dict[str, object]:
     return json.loads((directory / "RECIPE.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
+def recipe_processor(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "processor_config.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2", "tiny-qwen2-vl"])
 def test_a_rebuild_gives_every_file_bit_for_bit(name: str, tmp_path: Path, checkpoints: Path) -> None:
     build(name, tmp_path / name)
     rebuilt, committed = recipe_of(tmp_path / name), recipe_of(checkpoints / name)
@@ -32,7 +45,8 @@ def test_a_rebuild_gives_every_file_bit_for_bit(name: str, tmp_path: Path, check
 
 @pytest.mark.parametrize("name", sorted(MECHANICS))
 def test_committed_weights_are_the_recipe_s(name: str, checkpoints: Path) -> None:
-    committed = dict(AutoModelForCausalLM.from_pretrained(checkpoints / name).named_parameters())
+    auto = AutoModelForImageTextToText if name in VISION else AutoModelForCausalLM
+    committed = dict(auto.from_pretrained(checkpoints / name).named_parameters())
     made = dict(make_model(MECHANICS[name]).named_parameters())
     assert committed.keys() == made.keys()
     assert all(torch.equal(committed[key], made[key]) for key in made)
@@ -51,7 +65,16 @@ def test_recipe_file_tells_what_the_directory_holds(name: str, checkpoints: Path
 
 @pytest.mark.parametrize("name", sorted(MECHANICS))
 def test_checkpoints_are_small(name: str, checkpoints: Path) -> None:
-    assert sum(p.stat().st_size for p in (checkpoints / name).iterdir()) < 1_300_000
+    limit = 2_000_000 if name in VISION else 1_300_000
+    assert sum(p.stat().st_size for p in (checkpoints / name).iterdir()) < limit
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_the_image_processor_loads_without_torchvision(name: str, checkpoints: Path) -> None:
+    processor = AutoImageProcessor.from_pretrained(checkpoints / name, backend="pil")
+    assert type(processor).__name__.endswith("Pil")
+    written = recipe_processor(checkpoints / name)["image_processor"]
+    assert list(processor.image_mean) == written["image_mean"]
 
 
 @pytest.mark.parametrize("name", sorted(MECHANICS))

@@ -67,7 +67,35 @@ def test_a_tied_model_has_small_embeddings_and_a_large_final_norm() -> None:
     assert model.model.norm.weight.mean().item() == pytest.approx(8, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
+def test_a_tower_has_uneven_norms_and_biases_and_sharp_attention() -> None:
+    model = make_model(MECHANICS["tiny-qwen2-vl"])
+    for name, parameter in model.model.visual.named_parameters():
+        if parameter.ndim == 1:
+            neutral = 0.0 if name.endswith(".bias") else 1.0
+            assert (parameter - neutral).abs().mean() > 0.05, name
+    q, k, v = model.model.visual.blocks[0].attn.qkv.weight.chunk(3)
+    for part, gain in ((q, 2.0), (k, 2.0), (v, 1.25)):
+        assert part.std().item() * 8 == pytest.approx(gain, rel=0.05)
+    patches = model.model.visual.patch_embed.proj.weight
+    assert patches.std().item() * patches[0].numel() ** 0.5 == pytest.approx(1.25, rel=0.05)
+
+
+def test_the_decoder_of_a_vision_language_model_follows_the_rules_of_text() -> None:
+    model = make_model(MECHANICS["tiny-qwen2-vl"])
+    assert model.model.language_model.norm.weight.mean().item() == pytest.approx(1, rel=0.1)
+    assert model.model.language_model.layers[0].self_attn.q_proj.weight.std().item() * 8 == pytest.approx(
+        2.0, rel=0.05
+    )
+
+
+def test_a_parameter_of_a_tower_without_a_rule_is_refused() -> None:
+    model = make_model(MECHANICS["tiny-qwen2-vl"])
+    model.model.visual.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"no rule for parameter 'model\.visual\.scale'"):
+        initialise(model, 0)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2", "tiny-qwen2-vl"])
 def test_output_rows_of_special_tokens_are_small(name: str) -> None:
     rows = make_model(MECHANICS[name]).lm_head.weight
     assert rows[440:].std() < 0.4 * rows[:440].std()
