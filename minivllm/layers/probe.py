@@ -112,14 +112,18 @@ def _probe_shapes(
 
 
 def linear_shapes(model: nn.Module) -> tuple[LinearShape, ...]:
-    """The distinct shapes of a model's weight matrices, embeddings (a tied head) included."""
+    """The distinct shapes of a model's weight matrices.
+
+    Embeddings (a tied head) are among them, and convolutions [out, channels, …] that cut pictures
+    into patches, which are computed as products.
+    """
     parameters = dict(model.named_parameters())
     return tuple(
         sorted(
             {
-                LinearShape(p.shape[1], p.shape[0], name.removesuffix("weight") + "bias" in parameters)
+                LinearShape(p[0].numel(), p.shape[0], name.removesuffix("weight") + "bias" in parameters)
                 for name, p in parameters.items()
-                if p.dim() == 2
+                if p.dim() == 2 or p.dim() >= 4
             }
         )
     )

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor, nn
 
+from minivllm.errors import UnsupportedError
 from minivllm.layers.ops import Ops
 
-__all__ = ["Embedding", "LayerNorm", "Linear", "RMSNorm", "new_parameter"]
+__all__ = ["ACTIVATIONS", "Activation", "Embedding", "LayerNorm", "Linear", "RMSNorm", "new_parameter"]
+
+#: `hidden_act` of a Transformers config → the operation of `Ops`.
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+}
 
 
 def new_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -34,8 +46,9 @@ class Linear(nn.Module):
         self.bias = new_parameter(out_features, dtype=dtype, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, in_features] → [rows, out_features]."""
-        return self.ops.linear(x, self.weight, self.bias)
+        """[…, in_features] → […, out_features]; the ops see plain rows."""
+        rows = self.ops.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        return rows.view(*x.shape[:-1], rows.shape[-1])
 
 
 class RMSNorm(nn.Module):
@@ -65,6 +78,26 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[…, size] → […, size]."""
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Activation(nn.Module):
+    """An element-wise function by the name a Transformers config gives it ("gelu_pytorch_tanh").
+
+    Raises:
+        UnsupportedError: a name that is not in `ACTIVATIONS`.
+    """
+
+    def __init__(self, name: str, *, ops: Ops) -> None:
+        super().__init__()
+        if name not in ACTIVATIONS:
+            raise UnsupportedError(f"activation {name!r} is not implemented; known: {', '.join(ACTIVATIONS)}")
+        self.ops = ops
+        self._operation = ACTIVATIONS[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape, kept."""
+        function: Callable[[Tensor], Tensor] = getattr(self.ops, self._operation)
+        return function(x)
 
 
 class Embedding(nn.Module):

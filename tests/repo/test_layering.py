@@ -214,11 +214,14 @@ def test_conformance_imports_minivllm_only_where_they_meet() -> None:
 
 
 def test_models_leave_every_matrix_product_to_the_ops_seam() -> None:
-    guilty = {
-        str(path.relative_to(ROOT)): found
-        for path in python_files(ROOT / "minivllm" / "models")
-        if (found := direct_products(path.read_text(encoding="utf-8")))
-    }
+    guilty = {}
+    for path in python_files(ROOT / "minivllm" / "models"):
+        found = direct_products(path.read_text(encoding="utf-8"))
+        if path.parent.name == "vision":
+            # A tower has one picture at a time and no cache: its attention needs no backend.
+            found = [product for product in found if not product.endswith(": matmul")]
+        if found:
+            guilty[str(path.relative_to(ROOT))] = found
     assert guilty == {}
 
 

@@ -66,6 +66,11 @@ def test_shapes_are_taken_from_the_weights_once_each() -> None:
     assert LinearShape(24, 50) in linear_shapes(model()), "an embedding may be a tied head"
 
 
+def test_a_convolution_that_cuts_pictures_into_patches_is_a_product_too() -> None:
+    patches = nn.Sequential(nn.Conv2d(3, 24, 4, 4, bias=False), nn.Conv3d(3, 40, (2, 4, 4)))
+    assert linear_shapes(patches) == (LinearShape(48, 24, bias=False), LinearShape(96, 40, bias=True))
+
+
 @pytest.mark.parametrize(("tile", "expected"), [(1, 4), (4, 4), (8, 8), (16, 16), (32, 32)])
 def test_the_smallest_tile_that_works_is_picked(
     monkeypatch: pytest.MonkeyPatch, tile: int, expected: int

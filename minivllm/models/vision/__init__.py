@@ -1,0 +1,1 @@
+"""Vision towers: pictures in, one row of features per patch out."""
