@@ -1,4 +1,4 @@
-"""golden/MANIFEST.json: what every golden file must be, who made it, and why it last changed."""
+"""MANIFEST.json of golden/ and scenarios/assets/: what every file must be, who made it, why it changed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ManifestEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """File name (relative to golden/, with forward slashes) → entry."""
+    """File name (relative to the manifest's directory, with forward slashes) → entry."""
 
     entries: Mapping[str, ManifestEntry]
 
@@ -84,14 +84,16 @@ class Manifest:
         """Why the file `name` is not what was signed, or None."""
         entry = self.entries.get(name)
         if entry is None:
-            return f"unknown file golden/{name}: it is not in {MANIFEST_NAME}; sign it or remove it"
+            return f"unknown file {golden.name}/{name}: it is not in {MANIFEST_NAME}; sign it or remove it"
         path = golden / name
         if not path.is_file():
-            return f"missing file golden/{name}: {MANIFEST_NAME} lists it; restore it or sign its removal"
+            return (
+                f"missing file {golden.name}/{name}: {MANIFEST_NAME} lists it; restore it or sign its removal"
+            )
         actual = _sha256(path)
         if actual != entry.sha256:
             return (
-                f"corrupted: golden/{name} has SHA-256 {actual[:12]}…, {MANIFEST_NAME} says "
+                f"corrupted: {golden.name}/{name} has SHA-256 {actual[:12]}…, {MANIFEST_NAME} says "
                 f"{entry.sha256[:12]}…; restore it, or sign the change with a reason"
             )
         return None

@@ -1,4 +1,4 @@
-"""Command line: `python -m conformance.recipes list | build | train | search`."""
+"""Command line: `python -m conformance.recipes list | build | train | search | pictures`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from conformance.manifest import sign
 from conformance.recipes.build import MECHANICS, build
+from conformance.recipes.pictures import write_pictures
 from conformance.recipes.recall import NAME as RECALL
 from conformance.recipes.recall import SUMMARY as RECALL_SUMMARY
 from conformance.recipes.recall_training import Settings, make_recall_model, train, write_recall
@@ -29,6 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     searcher = commands.add_parser("search", help="score seeds of a recipe")
     searcher.add_argument("name", choices=sorted(MECHANICS))
     searcher.add_argument("--seeds", type=int, default=10, help="how many seeds to try, from 0")
+    pictures = commands.add_parser("pictures", help="draw the pictures of the scenarios, and list them")
+    pictures.add_argument("--out", type=Path, required=True, help="directory to write to: scenarios/assets")
+    pictures.add_argument(
+        "--reason", default="drawn", help="written to the manifest of what is new or changed"
+    )
     options = parser.parse_args(arguments)
 
     if options.command == "list":
@@ -44,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         losses = train(model, settings, lambda step, loss: print(f"step {step}: loss {loss:.4f}", flush=True))
         write_recall(options.out, model, settings, losses)
         print(f"wrote {options.out}")
+    elif options.command == "pictures":
+        paths = write_pictures(options.out)
+        changed = sign(options.out, options.reason)
+        print(f"wrote {len(paths)} pictures to {options.out}, {len(changed)} of them new or changed")
     else:
         for result in search(MECHANICS[options.name], range(options.seeds)):
             print(f"seed {result.seed}: smallest margin {result.min_margin:.4f}, distinct {result.distinct}")

@@ -41,3 +41,11 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert error.value.code == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_pictures_are_drawn_and_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pictures", "--out", str(tmp_path), "--reason", "first"]) == 0
+    assert (tmp_path / "shapes" / "red_circle.png").is_file()
+    listed = json.loads((tmp_path / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
+    assert listed["shapes/red_circle.png"]["reason"] == "first"
+    assert "pictures to" in capsys.readouterr().out
