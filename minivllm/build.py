@@ -13,7 +13,7 @@ from minivllm.config import EngineConfig, ModelConfig, ResolvedConfig
 from minivllm.device import resolve_device
 from minivllm.errors import ConfigError
 from minivllm.layers import make_ops
-from minivllm.models import DecoderModel, load_model, load_model_config
+from minivllm.models import LanguageModel, load_model, load_model_config
 from minivllm.output import OutputProcessor
 from minivllm.processor import Processor
 from minivllm.runner import ModelRunner
@@ -34,7 +34,7 @@ class EngineParts:
     """The parts that `LLMEngine` drives."""
 
     resolved: ResolvedConfig
-    model: DecoderModel
+    model: LanguageModel
     tokenizer: Tokenizer | None
     processor: Processor
     scheduler: Scheduler
@@ -106,7 +106,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
     )
 
 
-def build_engine(config: EngineConfig, *, trace: TraceSink, model: DecoderModel | None) -> EngineParts:
+def build_engine(config: EngineConfig, *, trace: TraceSink, model: LanguageModel | None) -> EngineParts:
     """Load the model and wire the parts; see `LLMEngine` for the arguments and errors."""
     path = Path(config.model)
     resolved = resolve(config, load_model_config(path) if model is None else model.config)

@@ -133,11 +133,16 @@ class RopeConfig:
             original length), or "factors" (divisors from a GGUF file).
         theta: base of the frequencies.
         parameters: the remaining fields of the config for this kind (factor, …).
+        mrope_section: how many frequencies follow the (time, height, width) position of a token
+            in multimodal rope; () for ordinary rope.
+        mrope_interleaved: whether the axes take turns (Qwen3-VL) or come in sections (Qwen2-VL).
     """
 
     kind: str = "default"
     theta: float = 10000.0
     parameters: tuple[tuple[str, Any], ...] = ()
+    mrope_section: tuple[int, ...] = ()
+    mrope_interleaved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +152,9 @@ class ModelConfig:
     `architecture` is the Transformers class name ("LlamaForCausalLM"), the key of the model
     registry. `dtype` is the checkpoint's own. `eos_token_ids` unites config and
     generation_config.
+
+    Of a vision-language model this is the decoder inside it, whose `model_type` is
+    `text_model_type`; `vision` is whatever its family reads about the rest, None for a decoder.
     """
 
     architecture: str
@@ -169,6 +177,8 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    text_model_type: str = ""
+    vision: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from minivllm.build import EngineParts, build_engine
 from minivllm.cache import KVSnapshot, PoolCounts
 from minivllm.config import EngineConfig, PreemptionMode, ResolvedConfig
 from minivllm.errors import ConfigError, InvariantError, UnknownRequest
-from minivllm.models import DecoderModel, replace_weights
+from minivllm.models import LanguageModel, replace_weights
 from minivllm.processor import Prompt
 from minivllm.request import RequestOutput, SamplingParams
 from minivllm.tokenizer import Tokenizer
@@ -34,11 +34,11 @@ class LLMEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, *, trace: TraceSink = no_trace, model: DecoderModel | None = None
+        self, config: EngineConfig, *, trace: TraceSink = no_trace, model: LanguageModel | None = None
     ) -> None:
         parts: EngineParts = build_engine(config, trace=trace, model=model)
         self.resolved: ResolvedConfig = parts.resolved
-        self.model: DecoderModel = parts.model
+        self.model: LanguageModel = parts.model
         self.tokenizer: Tokenizer | None = parts.tokenizer
         self._processor, self._scheduler, self._runner = parts.processor, parts.scheduler, parts.runner
         self._output, self._stages = parts.output, parts.stages

@@ -21,7 +21,9 @@ __all__ = [
     "CompletionOutput",
     "FinishReason",
     "Logprob",
+    "MediaItem",
     "MediaSpan",
+    "PatchRect",
     "Request",
     "RequestOutput",
     "RequestStatus",
@@ -60,19 +62,69 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
-    """Where the placeholders of one image or video sit in the token sequence.
+    """One run of placeholder tokens of one image, video or supplied embedding.
+
+    An item may have several spans, such as the crops of a picture or the frames of a video with
+    text between them; together they take each of its rows once.
 
     Attributes:
         start: index of the first placeholder token in the prompt.
         length: number of placeholder tokens.
-        modality: "image" or "video".
+        modality: "image", "video" or "embeds".
         content_hash: hash over kind, mode, size, pixels and processor settings.
+        first_row: row of the item's embeddings that the first token takes; the next token takes
+            the next row.
     """
 
     start: int
     length: int
     modality: str
     content_hash: str
+    first_row: int = 0
+
+    @property
+    def end(self) -> int:
+        """One past the last placeholder token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class PatchRect:
+    """The part of a picture that one embedding row stands for, in fractions 0 … 1 of its size.
+
+    Attributes:
+        frame: which frame of a video; 0 for an image.
+    """
+
+    frame: int
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaItem:
+    """One image, video or supplied embedding, ready for the encoder.
+
+    Scheduler and cache read the first three attributes only.
+
+    Attributes:
+        content_hash: what identifies it; equal hashes mean equal embeddings.
+        modality: "image", "video" or "embeds" (embeddings for a whole prompt).
+        num_embeddings: rows that the encoder makes of it; what the encoder budget counts.
+        data: arguments of the model's `encode` under Transformers' names, such as pixel_values;
+            or {"embeddings": [rows, hidden]} if they were supplied and there is nothing to encode.
+        patches: which part of the picture each row stands for, one per row; () if unknown.
+        facts: for reports: original size and mode, processor class and backend, grid.
+    """
+
+    content_hash: str
+    modality: str
+    num_embeddings: int
+    data: Mapping[str, Any]
+    patches: tuple[PatchRect, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +359,11 @@ class Request:
         arrival: number of the request in order of arrival.
         priority: lower runs first under the priority policy.
         cache_salt: requests with different salts share no cached block.
-        media: spans of visual tokens in the prompt.
+        media: spans of visual tokens in the prompt, in order; they do not overlap.
+        media_items: content hash → item, for every span.
+        positions: numpy int64 [3, num_prompt_tokens], the (time, height, width) position of each
+            prompt token, for models with multimodal rope; None: token i has position i.
+        position_delta: generated token i has position i + position_delta on all three axes.
         capture: names of the stages to capture, see `minivllm.runner`.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission;
             -1 before admission.
@@ -329,6 +385,9 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     media: tuple[MediaSpan, ...] = ()
+    media_items: Mapping[str, MediaItem] = field(default_factory=dict)
+    positions: Any = None
+    position_delta: int = 0
     capture: frozenset[str] = frozenset()
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -419,6 +478,8 @@ class StepPlan:
         copies: device block → device block (copy on write), done after swap_in.
         swap_out: device block → host block, done before anything else.
         swap_in: host block → device block, done after swap_out.
+        evict_media: content hashes whose embeddings are dropped, before anything is encoded.
+        encode: items to encode, whose embeddings are kept until a plan evicts them.
 
     Within one list, no block is target of two copies, and no copy's target is the source of
     another. A given-up plan must not have been run: its copies are in the next plan again.
@@ -429,6 +490,8 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     swap_out: tuple[BlockCopy, ...] = ()
     swap_in: tuple[BlockCopy, ...] = ()
+    encode: tuple[MediaItem, ...] = ()
+    evict_media: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:

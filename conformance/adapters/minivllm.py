@@ -34,7 +34,7 @@ from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine
 from minivllm.errors import MiniVLLMError, UnsupportedError
 from minivllm.layers import make_ops
-from minivllm.models import DecoderModel, load_model, load_model_config
+from minivllm.models import LanguageModel, load_model, load_model_config
 from minivllm.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from minivllm.trace import Event
 
@@ -47,7 +47,7 @@ DEFAULT_POOL_BYTES = 64 * 2**20
 KEPT_MODELS = 8
 
 _ModelKey = tuple[str, str, str, int]
-_models: OrderedDict[_ModelKey, DecoderModel] = OrderedDict()
+_models: OrderedDict[_ModelKey, LanguageModel] = OrderedDict()
 #: (model, dtype, device, most rows) whose probe has passed.
 _probed: set[tuple[str, str, str, int]] = set()
 
@@ -214,7 +214,7 @@ class MiniVLLMAdapter:
             options["swap_space_bytes"] = self._host_blocks * block
         return EngineConfig.from_dict(options)
 
-    def _model(self, config: EngineConfig) -> DecoderModel:
+    def _model(self, config: EngineConfig) -> LanguageModel:
         resolved = resolve(config, load_model_config(self._source.path))
         key = (config.model, resolved.dtype, resolved.device, resolved.max_model_len)
         if key in _models:

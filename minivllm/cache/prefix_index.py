@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from minivllm.errors import InvariantError
-from minivllm.request import MediaSpan, Request
+from minivllm.request import Request
 
 __all__ = ["BlockContent", "PrefixChain", "PrefixIndex", "Tag", "block_key", "root_key", "same_content"]
 
@@ -132,20 +132,17 @@ class PrefixChain:
         if start == 0 and self._request.cache_salt is not None:
             yield ("salt", self._request.cache_salt)
         media = self._media
-        while self._next_span < len(media) and _end(media[self._next_span]) <= start:
+        while self._next_span < len(media) and media[self._next_span].end <= start:
             self._next_span += 1
         for position in range(self._next_span, len(media)):
             span = media[position]
             if span.start >= end:
                 break
-            # Which rows of the span, and where in the block: two images that share a block may
+            # Which rows of the item, and where in the block: two images that share a block may
             # meet at different places although all ids are equal (vLLM pull request 36708).
-            first, last = max(span.start, start), min(_end(span), end)
-            yield ("media", span.content_hash, first - span.start, first - start, last - first)
-
-
-def _end(span: MediaSpan) -> int:
-    return span.start + span.length
+            first, last = max(span.start, start), min(span.end, end)
+            row = span.first_row + first - span.start
+            yield ("media", span.content_hash, row, first - start, last - first)
 
 
 class PrefixIndex:

@@ -180,7 +180,8 @@ def _media_of_spans(spans: Sequence[MediaSpan], start: int, end: int) -> Iterato
     for span in spans:
         first, last = max(span.start, start), min(span.start + span.length, end)
         if first < last:
-            yield MediaRows(span.content_hash, first - span.start, last - first, first - start)
+            row = span.first_row + first - span.start
+            yield MediaRows(span.content_hash, row, last - first, first - start)
 
 
 def _media_of_tags(content: BlockContent) -> Iterator[MediaRows]:

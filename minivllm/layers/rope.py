@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minivllm.config import RopeConfig
-from minivllm.errors import ConfigError, UnsupportedError
+from minivllm.errors import ConfigError, InvariantError, UnsupportedError
 
 __all__ = ["ROPE_KINDS", "RopeTable", "rope_frequencies"]
 
@@ -28,15 +28,20 @@ __all__ = ["ROPE_KINDS", "RopeTable", "rope_frequencies"]
 class RopeTable:
     """Cosines and sines of every position a request may reach.
 
+    Multimodal rope gives a token three positions (time, height, width), and each frequency follows
+    one of them, as `rope.mrope_section` says (Qwen2-VL, https://arxiv.org/abs/2409.12191).
+
     Args:
         rope: kind, base and parameters.
         head_dim: size of an attention head; even.
         max_position_embeddings: the checkpoint's own limit, which some kinds build on.
-        max_model_len: positions 0 … max_model_len - 1 are tabulated.
+        max_model_len: positions 0 … max_model_len - 1 are tabulated. The table grows when a
+            multimodal position lies beyond, as that of a slow video may.
         device: where the tables live; "meta" gives shapes only.
 
     Raises:
-        ConfigError: unknown kind, missing, unknown or impossible parameter.
+        ConfigError: unknown kind, missing, unknown or impossible parameter; sections that do not
+            divide head_dim / 2 among three axes.
         UnsupportedError: `dynamic` or `longrope` past the original length.
     """
 
@@ -59,20 +64,61 @@ class RopeTable:
         )
         self.head_dim = head_dim
         self.attention_scaling = scaling
-        if torch.device(device).type == "meta":
-            self._cos = torch.empty(max_model_len, head_dim // 2, device=device)
-            self._sin = torch.empty(max_model_len, head_dim // 2, device=device)
-        else:
-            angles = torch.arange(max_model_len, device="cpu")[:, None].float() * inv_freq
-            # both halves of a head share their angles: half a row is stored
-            self._cos = (angles.cos() * scaling).to(device)
-            self._sin = (angles.sin() * scaling).to(device)
+        self._inv_freq = inv_freq
+        self._device = torch.device(device)
+        self._columns = torch.arange(head_dim // 2, device=device)
+        self._axes = _axes(rope, head_dim // 2).to(device) if rope.mrope_section else None
+        self._tabulate(max_model_len)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for `positions` [rows] int64: two tensors [rows, head_dim] float32."""
-        cos = self._cos.index_select(0, positions)
-        sin = self._sin.index_select(0, positions)
+        """Cosines and sines: two tensors [rows, head_dim] float32.
+
+        Args:
+            positions: [rows] int64, or [3, rows] for multimodal rope.
+
+        Raises:
+            InvariantError: three axes, but this is not multimodal rope.
+        """
+        if positions.dim() == 1:
+            cos = self._cos.index_select(0, positions)
+            sin = self._sin.index_select(0, positions)
+        else:
+            if self._axes is None:
+                raise InvariantError(f"positions of shape {list(positions.shape)} need multimodal rope")
+            if not positions.is_meta and positions.numel():
+                longest = int(positions.max()) + 1
+                if longest > len(self._cos):
+                    self._tabulate(max(longest, 2 * len(self._cos)))
+            wanted = positions.index_select(0, self._axes).T
+            cos, sin = self._cos[wanted, self._columns], self._sin[wanted, self._columns]
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+    def _tabulate(self, length: int) -> None:
+        """Make the tables for positions 0 … length - 1."""
+        if self._device.type == "meta":
+            self._cos = torch.empty(length, self.head_dim // 2, device=self._device)
+            self._sin = torch.empty(length, self.head_dim // 2, device=self._device)
+        else:
+            angles = torch.arange(length, device="cpu")[:, None].float() * self._inv_freq
+            # both halves of a head share their angles: half a row is stored
+            self._cos = (angles.cos() * self.attention_scaling).to(self._device)
+            self._sin = (angles.sin() * self.attention_scaling).to(self._device)
+
+
+def _axes(rope: RopeConfig, num_frequencies: int) -> Tensor:
+    """[head_dim / 2] int64: which axis of the position (0 time, 1 height, 2 width) a frequency follows."""
+    section = rope.mrope_section
+    if len(section) != 3 or any(n < 0 for n in section) or sum(section) != num_frequencies:
+        raise ConfigError(
+            f"rope mrope_section must divide head_dim / 2 = {num_frequencies} frequencies among 3 axes, "
+            f"got {list(section)}"
+        )
+    if not rope.mrope_interleaved:
+        return torch.arange(3, device="cpu").repeat_interleave(torch.tensor(section, device="cpu"))
+    axes = torch.zeros(num_frequencies, dtype=torch.int64, device="cpu")
+    for axis in (1, 2):
+        axes[axis : 3 * section[axis] : 3] = axis
+    return axes
 
 
 @dataclass(frozen=True, slots=True)

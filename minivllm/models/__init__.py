@@ -10,17 +10,30 @@ import torch
 from minivllm.config import ModelConfig
 from minivllm.errors import ConfigError
 from minivllm.layers.ops import Ops
+from minivllm.models.base import LanguageModel
 from minivllm.models.decoder import DecoderModel
 from minivllm.models.gguf_file import GGUFSource
 from minivllm.models.hf_config import read_config
 from minivllm.models.safetensors_dir import SafetensorsSource
+from minivllm.models.vlm import MediaEmbeddings, VisionLanguageModel
 from minivllm.models.weights import fill, replace_weights
 from minivllm.registry import Registry
 
-__all__ = ["MODELS", "DecoderModel", "load_model", "load_model_config", "replace_weights"]
+__all__ = [
+    "MODELS",
+    "DecoderModel",
+    "LanguageModel",
+    "MediaEmbeddings",
+    "VisionLanguageModel",
+    "load_model",
+    "load_model_config",
+    "replace_weights",
+]
 
 #: Transformers class name → our class. Others may add theirs in the entry point group.
-MODELS: Registry[type[DecoderModel]] = Registry("model", entry_point_group="minivllm.models")
+MODELS: Registry[type[DecoderModel] | type[VisionLanguageModel]] = Registry(
+    "model", entry_point_group="minivllm.models"
+)
 MODELS.register("LlamaForCausalLM", "minivllm.models.llama:LlamaForCausalLM")
 MODELS.register("Qwen2ForCausalLM", "minivllm.models.qwen2:Qwen2ForCausalLM")
 MODELS.register("Qwen3ForCausalLM", "minivllm.models.qwen3:Qwen3ForCausalLM")
@@ -48,7 +61,7 @@ def load_model(
     device: torch.device | str,
     ops: Ops,
     max_model_len: int | None = None,
-) -> DecoderModel:
+) -> LanguageModel:
     """Build the model of a directory or a .gguf file and fill it, cast to `dtype`.
 
     Args:

@@ -6,7 +6,7 @@ Matrix products and attention go through the two seams only: `ops` and the atten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,12 +16,10 @@ from minivllm.attention.base import PlannedAttention
 from minivllm.config import ModelConfig
 from minivllm.layers.ops import Ops
 from minivllm.layers.rope import RopeTable
+from minivllm.models.base import LanguageModel, Observer
 from minivllm.models.modules import Embedding, Linear, RMSNorm
 
-__all__ = ["DecoderModel", "Observer"]
-
-#: Called with a stage name ("hidden.3") and its rows; must not change them.
-Observer = Callable[[str, Tensor], None]
+__all__ = ["DecoderModel"]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -108,7 +106,7 @@ class Body(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
 
 
-class DecoderModel(nn.Module):
+class DecoderModel(LanguageModel):
     """A decoder-only language model without autograd, on flat rows of mixed requests.
 
     Args:
@@ -126,8 +124,6 @@ class DecoderModel(nn.Module):
     gguf_architecture: ClassVar[str | None] = None
     #: Whether llama.cpp's converter reorders the rows of q_proj and k_proj of this family.
     gguf_permutes_qk: ClassVar[bool] = False
-    #: `model_type` in config.json.
-    model_type: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -172,12 +168,6 @@ class DecoderModel(nn.Module):
         """Where the parameters are."""
         return self.model.embed_tokens.weight.device
 
-    def use_ops(self, ops: Ops) -> None:
-        """Compute with other ops from now on; the weights stay."""
-        for module in self.modules():
-            if isinstance(module, DecoderModel | Linear | RMSNorm | MLP):
-                module.ops = ops
-
     def untie_lm_head(self) -> None:
         """Give the head a weight of its own, uninitialised."""
         self.lm_head.weight = nn.Parameter(torch.empty_like(self.lm_head.weight), requires_grad=False)
@@ -188,22 +178,19 @@ class DecoderModel(nn.Module):
         return rows
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, attention: PlannedAttention, observe: Observer | None = None
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: PlannedAttention,
+        observe: Observer | None = None,
+        deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Run the layers and the final norm.
-
-        Args:
-            hidden: [rows, hidden], the embeddings.
-            positions: [rows] int64, each row's index in its own sequence.
-            attention: a backend that has planned this batch.
-            observe: called with ("hidden.i", rows) after layer i.
-
-        Returns:
-            [rows, hidden], normed.
-        """
+        """Run the layers and the final norm; see `LanguageModel.forward`."""
         cos, sin = (table.to(hidden.dtype) for table in self.rope.cos_sin(positions))
         for index, layer in enumerate(self.model.layers):
             hidden = layer(hidden, cos, sin, attention)
+            if index < len(deepstack):
+                hidden = hidden + deepstack[index]
             if observe is not None:
                 observe(f"hidden.{index}", hidden)
         normed: Tensor = self.model.norm(hidden)

@@ -21,8 +21,7 @@ from torch import Tensor
 from minivllm.config import ModelConfig, RopeConfig
 from minivllm.errors import ConfigError, UnsupportedError, WeightError
 from minivllm.models.decoder import DecoderModel
-from minivllm.models.hf_config import as_ids, check_config
-from minivllm.registry import Registry
+from minivllm.models.hf_config import Models, as_ids, check_config
 
 __all__ = ["GGUFSource"]
 
@@ -59,7 +58,7 @@ class GGUFSource:
         ConfigError: metadata missing or impossible.
     """
 
-    def __init__(self, path: Path, models: Registry[type[DecoderModel]]) -> None:
+    def __init__(self, path: Path, models: Models) -> None:
         self.where = str(path)
         self._reader = _open(path)
         self._metadata = _Metadata(path, self._reader)
@@ -99,7 +98,7 @@ class GGUFSource:
         # unquantised data comes back as a view of the read-only file
         return np.array(values, dtype=np.float32, copy=not values.flags.writeable or None)
 
-    def _configure(self, models: Registry[type[DecoderModel]]) -> tuple[type[DecoderModel], ModelConfig]:
+    def _configure(self, models: Models) -> tuple[type[DecoderModel], ModelConfig]:
         meta = self._metadata
         if meta.count("split.count", 1) > 1:
             raise UnsupportedError(
@@ -107,13 +106,15 @@ class GGUFSource:
                 "(llama-gguf-split --merge)"
             )
         arch = meta.text("general.architecture")
-        families = {models.get(name).gguf_architecture: name for name in models}
+        found = {name: models.get(name) for name in models}
+        decoders = {name: family for name, family in found.items() if issubclass(family, DecoderModel)}
+        families = {family.gguf_architecture: name for name, family in decoders.items()}
         if arch not in families:
             raise UnsupportedError(
                 f"{self.where}: GGUF architecture {arch!r} is not implemented; "
                 f"known: {', '.join(sorted(filter(None, families)))}"
             )
-        family = models.get(families[arch])
+        family = decoders[families[arch]]
         heads = meta.count(f"{arch}.attention.head_count")
         hidden = meta.count(f"{arch}.embedding_length")
         rotary = meta.count(f"{arch}.rope.dimension_count", hidden // max(heads, 1))
@@ -121,7 +122,7 @@ class GGUFSource:
         if f"{arch}.rope.dimension_count" not in meta:
             rotary = head_dim
         self._refuse_unsupported(arch, head_dim, rotary)
-        flags = family.config_flags(
+        flags: dict[str, Any] = family.config_flags(
             {"attention_bias": self._has("q_proj.bias"), "mlp_bias": self._has("gate_proj.bias")}
         )
         special = "tokenizer.ggml.{}_token_id"

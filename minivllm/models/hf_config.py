@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from minivllm.config import ModelConfig, RopeConfig
 from minivllm.errors import ConfigError, UnsupportedError
 from minivllm.models.decoder import DecoderModel
+from minivllm.models.vlm import VisionLanguageModel
 from minivllm.registry import Registry
 
-__all__ = ["as_ids", "check_config", "family_of", "read_config", "read_json"]
+__all__ = ["Models", "as_ids", "check_config", "family_of", "read_config", "read_json"]
+
+#: Transformers class name → our class; see `minivllm.models.MODELS`.
+Models: TypeAlias = Registry[type[DecoderModel] | type[VisionLanguageModel]]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -28,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def family_of(values: Mapping[str, Any], models: Registry[type[DecoderModel]], where: Path) -> str:
+def family_of(values: Mapping[str, Any], models: Models, where: Path) -> str:
     """The one registered class named in `architectures`; UnsupportedError that lists the known ones."""
     named = values.get("architectures") or []
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
@@ -41,7 +45,7 @@ def family_of(values: Mapping[str, Any], models: Registry[type[DecoderModel]], w
     return architecture
 
 
-def read_config(directory: Path, models: Registry[type[DecoderModel]]) -> ModelConfig:
+def read_config(directory: Path, models: Models) -> ModelConfig:
     """Read config.json and generation_config.json of a model directory.
 
     `dtype` is "" when config.json does not name one.
@@ -65,7 +69,8 @@ def read_config(directory: Path, models: Registry[type[DecoderModel]]) -> ModelC
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method")
         raise UnsupportedError(f"{where}: quantised weights ({method!r}) are not implemented")
-    values = _with_defaults(directory)
+    whole = _with_defaults(directory)
+    decoder, values = _decoder_of(family, whole, where)
     _refuse_unsupported(values, where)
     generation = directory / "generation_config.json"
     more_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
@@ -79,14 +84,17 @@ def read_config(directory: Path, models: Registry[type[DecoderModel]]) -> ModelC
         num_key_value_heads=values["num_key_value_heads"],
         head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
         rms_norm_eps=values["rms_norm_eps"],
-        rope=_rope(values["rope_parameters"], where),
+        rope=_rope(values["rope_parameters"], where, family),
         max_position_embeddings=values["max_position_embeddings"],
-        tie_word_embeddings=values["tie_word_embeddings"],
+        # Transformers ties by the outer configuration where that has a say.
+        tie_word_embeddings=bool(whole.get("tie_word_embeddings", values.get("tie_word_embeddings"))),
         hidden_act=values["hidden_act"],
-        dtype=str(values.get("dtype") or "").removeprefix("torch."),
-        bos_token_id=values["bos_token_id"],
-        eos_token_ids=as_ids((values["eos_token_id"], more_eos)),
-        **family.config_flags(values),
+        dtype=str(whole.get("dtype") or values.get("dtype") or "").removeprefix("torch."),
+        bos_token_id=values.get("bos_token_id"),
+        eos_token_ids=as_ids((values.get("eos_token_id"), more_eos)),
+        text_model_type=values["model_type"] if values is not whole else "",
+        vision=family.read_vision(whole) if issubclass(family, VisionLanguageModel) else None,
+        **decoder.config_flags(values),
     )
     check_config(config, where)
     return config
@@ -140,6 +148,22 @@ def _with_defaults(directory: Path) -> dict[str, Any]:
     return values
 
 
+def _decoder_of(
+    family: type[DecoderModel] | type[VisionLanguageModel], values: dict[str, Any], where: Path
+) -> tuple[type[DecoderModel], dict[str, Any]]:
+    """The decoder's class, and its part of the configuration."""
+    if not issubclass(family, VisionLanguageModel):
+        return family, values
+    text: dict[str, Any] = values["text_config"]
+    decoder = family.text_models.get(text["model_type"])
+    if decoder is None:
+        raise UnsupportedError(
+            f"{where}: a {family.model_type} model over the decoder {text['model_type']!r} is not "
+            f"implemented; known: {', '.join(sorted(family.text_models))}"
+        )
+    return decoder, text
+
+
 def _refuse_unsupported(values: Mapping[str, Any], where: Path) -> None:
     other = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
     if other:
@@ -150,9 +174,15 @@ def _refuse_unsupported(values: Mapping[str, Any], where: Path) -> None:
         )
 
 
-def _rope(parameters: Mapping[str, Any], where: Path) -> RopeConfig:
+def _rope(
+    parameters: Mapping[str, Any], where: Path, family: type[DecoderModel] | type[VisionLanguageModel]
+) -> RopeConfig:
     """Split `rope_parameters` into kind, theta and the rest."""
     rest = dict(parameters)
+    section: tuple[int, ...] = ()
+    if issubclass(family, VisionLanguageModel) and family.mrope_section:
+        section = tuple(rest.pop("mrope_section", None) or family.mrope_section)
+        rest.pop("mrope_interleaved", None)  # Transformers goes by the family, not by this
     kind = rest.pop("rope_type")
     rest.pop("type", None)  # the older spelling of rope_type, kept beside it by Transformers
     theta = rest.pop("rope_theta")
@@ -165,4 +195,8 @@ def _rope(parameters: Mapping[str, Any], where: Path) -> RopeConfig:
         parameters=tuple(
             (name, tuple(value) if isinstance(value, list) else value) for name, value in sorted(rest.items())
         ),
+        mrope_section=section,
+        mrope_interleaved=bool(section)
+        and issubclass(family, VisionLanguageModel)
+        and family.mrope_interleaved,
     )

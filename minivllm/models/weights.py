@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from minivllm.errors import WeightError
-from minivllm.models.decoder import DecoderModel
+from minivllm.models.base import LanguageModel
 
 __all__ = ["TensorSource", "fill", "replace_weights"]
 
@@ -36,23 +36,26 @@ class TensorSource(Protocol):
         ...
 
 
-def fill(model: DecoderModel, source: TensorSource) -> None:
+def fill(model: LanguageModel, source: TensorSource) -> None:
     """Copy a checkpoint into a model's parameters, cast to the model's dtype.
+
+    Tensors go by the names that `model.rename` gives them.
 
     A tied model whose checkpoint holds a head of its own keeps both if they differ, as
     Transformers does; one that holds only the head takes the embeddings from it.
 
     Raises:
         WeightError: naming every missing and unknown tensor and every wrong shape, before
-            anything is copied; a tensor that is not floating point.
+            anything is copied; two tensors for one parameter; a tensor that is not floating point.
     """
-    shapes = {name: shape for name, shape in source.shapes().items() if not _IGNORABLE.fullmatch(name)}
-    read_from = {name: name for name in shapes}
-    if model.config.tie_word_embeddings and _HEAD in shapes:
-        if _EMBEDDING not in shapes:
-            read_from[_EMBEDDING] = read_from.pop(_HEAD)
-        elif shapes[_HEAD] == shapes[_EMBEDDING] and torch.equal(source.read(_HEAD), source.read(_EMBEDDING)):
-            del read_from[_HEAD]
+    shapes = source.shapes()
+    read_from = _origins(model, shapes, source.where)
+    embedding, head = model.text_prefix + _EMBEDDING, model.text_prefix + _HEAD
+    if model.config.tie_word_embeddings and head in read_from:
+        if embedding not in read_from:
+            read_from[embedding] = read_from.pop(head)
+        elif _are_equal(source, read_from[head], read_from[embedding]):
+            del read_from[head]
         else:
             model.untie_lm_head()
     parameters = dict(model.named_parameters())
@@ -67,16 +70,41 @@ def fill(model: DecoderModel, source: TensorSource) -> None:
             parameter.copy_(tensor)
 
 
-def replace_weights(model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
+def _origins(model: LanguageModel, names: Iterable[str], where: str) -> dict[str, str]:
+    """Our parameter → the one checkpoint tensor that is for it, where it is of use."""
+    read_from: dict[str, str] = {}
+    doubled = []
+    for name in names:
+        ours = None if _IGNORABLE.fullmatch(name) else model.rename(name)
+        if ours is None:
+            continue
+        if ours in read_from:
+            doubled.append(f"{read_from[ours]} and {name} are both {ours}")
+        read_from[ours] = name
+    if doubled:
+        raise WeightError(f"{where}: {'; '.join(doubled)}")
+    return read_from
+
+
+def _are_equal(source: TensorSource, one: str, other: str) -> bool:
+    shapes = source.shapes()
+    return shapes[one] == shapes[other] and torch.equal(source.read(one), source.read(other))
+
+
+def replace_weights(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into parameters of a loaded model, by name and shape, cast to the model's dtype.
 
-    Parameters that are not named keep their values.
+    Names are those of the parameters or of a checkpoint. Parameters that are not named keep their
+    values.
 
     Raises:
         WeightError: naming every unknown parameter, wrong shape and tensor that is not floating
             point, before anything is copied.
     """
     parameters = dict(model.named_parameters())
+    tensors = {
+        name if name in parameters else model.rename(name) or name: tensor for name, tensor in tensors.items()
+    }
     problems = []
     if unknown := [name for name in tensors if name not in parameters]:
         problems.append(f"unknown to the model: {_some(unknown)}")

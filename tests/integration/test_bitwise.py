@@ -29,7 +29,7 @@ from minivllm.engine import LLMEngine
 from minivllm.layers import Ops
 from minivllm.layers.ops_pad import PadOps
 from minivllm.layers.probe import threads
-from minivllm.models import DecoderModel
+from minivllm.models import LanguageModel
 from minivllm.request import SamplingParams
 from minivllm.trace import Event
 
@@ -99,7 +99,7 @@ class Lab:
 
     path: str
     dtype: str
-    model: DecoderModel | None = None
+    model: LanguageModel | None = None
     ops: Ops | None = None
 
     def run(self, arm: Arm, *, bitwise: bool = True) -> tuple[dict[str, Bits], Counter[str]]:

@@ -13,7 +13,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from minivllm.attention import AttentionMetadata, KVCache
 from minivllm.attention.dense import DenseBackend
 from minivllm.layers.ops_torch import TorchOps
-from minivllm.models import DecoderModel, load_model
+from minivllm.models import LanguageModel, load_model
 from minivllm.tokenizer import Tokenizer, load_tokenizer
 
 PROMPT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -29,7 +29,7 @@ def path() -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(path: Path) -> DecoderModel:
+def ours(path: Path) -> LanguageModel:
     return load_model(path, dtype=torch.float32, device="cpu", ops=TorchOps(), max_model_len=512)
 
 
@@ -56,7 +56,7 @@ def tokenizer(path: Path) -> Tokenizer:
 
 
 def test_every_tensor_is_bit_for_bit_that_of_transformers(
-    ours: DecoderModel, theirs: LlamaForCausalLM
+    ours: LanguageModel, theirs: LlamaForCausalLM
 ) -> None:
     expected = dict(theirs.named_parameters())
     loaded = dict(ours.named_parameters())
@@ -66,7 +66,7 @@ def test_every_tensor_is_bit_for_bit_that_of_transformers(
         assert torch.equal(parameter, expected[name]), name
 
 
-def test_the_configuration_is_that_of_transformers(ours: DecoderModel, theirs: LlamaForCausalLM) -> None:
+def test_the_configuration_is_that_of_transformers(ours: LanguageModel, theirs: LlamaForCausalLM) -> None:
     for name in (
         "vocab_size",
         "hidden_size",
@@ -89,7 +89,7 @@ def test_the_configuration_is_that_of_transformers(ours: DecoderModel, theirs: L
 
 
 def test_a_prefill_has_the_bits_of_transformers_eager(
-    ours: DecoderModel, theirs: LlamaForCausalLM, tokenizer: Tokenizer
+    ours: LanguageModel, theirs: LlamaForCausalLM, tokenizer: Tokenizer
 ) -> None:
     token_ids = torch.tensor(tokenizer.encode_chat(PROMPT))
     length = len(token_ids)

@@ -12,7 +12,7 @@ import pytest
 from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine
 from minivllm.errors import BadParameter, CapacityError, DuplicateRequest, UnknownRequest
-from minivllm.models import DecoderModel
+from minivllm.models import LanguageModel
 from minivllm.request import CompletionOutput, RequestOutput, SamplingParams, sequence_ids
 from minivllm.trace import Event
 
@@ -25,7 +25,7 @@ Make = Callable[..., LLMEngine]
 @pytest.fixture(scope="module")
 def make(tiny_llama: str) -> Make:
     """Engines over one loaded model."""
-    loaded: list[DecoderModel] = []
+    loaded: list[LanguageModel] = []
 
     def make(**options: Any) -> LLMEngine:
         trace = options.pop("trace", lambda _event: None)

@@ -12,7 +12,7 @@ import torch
 from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine
 from minivllm.errors import ConfigError, WeightError
-from minivllm.models import DecoderModel
+from minivllm.models import LanguageModel
 from minivllm.request import RequestOutput, SamplingParams
 from minivllm.trace import Event, Preempted, SwappedIn, SwappedOut
 
@@ -29,7 +29,7 @@ Make = Callable[..., LLMEngine]
 @pytest.fixture(scope="module")
 def make(tiny_llama: str) -> Make:
     """Engines over one loaded model."""
-    loaded: list[DecoderModel] = []
+    loaded: list[LanguageModel] = []
 
     def make(**options: Any) -> LLMEngine:
         trace = options.pop("trace", lambda _event: None)

@@ -17,14 +17,14 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from minivllm.config import RopeConfig
 from minivllm.errors import ConfigError, MiniVLLMError, UnsupportedError, WeightError
 from minivllm.layers.ops_torch import TorchOps
-from minivllm.models import MODELS, DecoderModel, load_model, load_model_config
+from minivllm.models import MODELS, LanguageModel, load_model, load_model_config
 from minivllm.models.gguf_file import GGUFSource
 
 #: Quantisation blocks are 32 wide.
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
 
 
-def load(path: Path) -> DecoderModel:
+def load(path: Path) -> LanguageModel:
     return load_model(path, dtype=torch.float32, device="cpu", ops=TorchOps())
 
 

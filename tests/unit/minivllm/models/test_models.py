@@ -13,10 +13,10 @@ import transformers
 
 from minivllm.errors import ConfigError, WeightError
 from minivllm.layers.ops_torch import TorchOps
-from minivllm.models import DecoderModel, load_model, load_model_config
+from minivllm.models import LanguageModel, load_model, load_model_config
 
 
-def load(path: Path | str) -> DecoderModel:
+def load(path: Path | str) -> LanguageModel:
     return load_model(path, dtype=torch.float32, device="cpu", ops=TorchOps())
 
 

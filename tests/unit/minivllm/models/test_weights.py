@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from minivllm.errors import WeightError
 from minivllm.layers.ops_torch import TorchOps
-from minivllm.models import DecoderModel, load_model
+from minivllm.models import LanguageModel, load_model
 from minivllm.models.weights import fill, replace_weights
 
 Tensors = dict[str, torch.Tensor]
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
+def load(path: Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
     return load_model(path, dtype=dtype, device="cpu", ops=TorchOps())
 
 

@@ -1,0 +1,103 @@
+"""What a model family does with media: pixels for the encoder, placeholder tokens, positions.
+
+One `MultiModalProcessor` per family, behind the registry `MULTIMODAL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minivllm.config import ModelConfig
+from minivllm.registry import Registry
+from minivllm.request import MediaItem, MediaSpan
+
+__all__ = ["MULTIMODAL", "Expansion", "MultiModalProcessor", "TextEncoder"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Expansion:
+    """What one item becomes in the prompt.
+
+    Attributes:
+        item: the item.
+        token_ids: what replaces the item's placeholder token.
+        is_embed: which of `token_ids` take a row of the item's embeddings, in order.
+    """
+
+    item: MediaItem
+    token_ids: tuple[int, ...]
+    is_embed: tuple[bool, ...]
+
+
+class TextEncoder(Protocol):
+    """What a family needs of the tokenizer; see `minivllm.tokenizer.Tokenizer`."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def token_id(self, token: str) -> int | None: ...
+
+
+class MultiModalProcessor(Protocol):
+    """One family's way with media. Made once per engine.
+
+    Attributes:
+        modalities: what it takes: "image", and "video" for some.
+        placeholder_ids: modality → the token id that stands for one item in a prompt.
+        setting_names: settings that `expand` knows, for messages.
+    """
+
+    modalities: tuple[str, ...]
+    placeholder_ids: Mapping[str, int]
+    setting_names: tuple[str, ...]
+
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        tokenizer: TextEncoder,
+        settings: Mapping[str, Any],
+    ) -> None:
+        """Read the image processor's configuration.
+
+        Args:
+            directory: of the model.
+            settings: of every request that does not override them, as for Transformers' image
+                processor.
+
+        Raises:
+            BadParameter: an unknown setting; names the known ones.
+            ConfigError: the directory lacks what the image processor needs.
+        """
+        ...
+
+    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:
+        """Process all items of one modality of one prompt, in order of their placeholders.
+
+        Args:
+            media: PIL images; `minivllm.multimodal.load.Video` objects; or for supplied
+                embeddings what the user gave.
+            settings: of this request, over those of the engine.
+
+        Raises:
+            BadMedia: an item cannot be processed.
+            BadParameter: an unknown setting; names the known ones.
+        """
+        ...
+
+    def positions(
+        self, token_ids: Sequence[int], spans: Sequence[MediaSpan], items: Mapping[str, MediaItem]
+    ) -> tuple[NDArray[np.int64], int] | None:
+        """Positions [3, tokens] of an expanded prompt and the delta of what follows; None: 1-D."""
+        ...
+
+
+#: Transformers class name → its family's processor. Others may add theirs in the entry point group.
+MULTIMODAL: Registry[type[MultiModalProcessor]] = Registry(
+    "multimodal processor", entry_point_group="minivllm.multimodal"
+)
