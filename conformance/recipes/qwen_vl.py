@@ -49,9 +49,12 @@ _NARROW: Mapping[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1
 
 
 def _processor(
-    family: str, video: str, *, patch: int, mean: tuple[float, ...], std: tuple[float, ...]
+    family: str, video: str, *, patch: int, mean: tuple[float, ...], std: tuple[float, ...], **videos: Any
 ) -> dict[str, Any]:
-    """processor_config.json; at most 64 placeholders per picture, so that "too large" is cheap to test."""
+    """processor_config.json; at most 64 placeholders per picture, so that "too large" is cheap to test.
+
+    `videos` goes to the video processor only.
+    """
     unit = (2 * patch) ** 2
     pixels: dict[str, Any] = {
         "do_convert_rgb": True,
@@ -70,7 +73,14 @@ def _processor(
     return {
         "image_processor": {**pixels, "image_processor_type": "Qwen2VLImageProcessor"},
         "processor_class": f"{family}Processor",
-        "video_processor": {**pixels, "video_processor_type": f"{video}VideoProcessor"},
+        "video_processor": {
+            **pixels,
+            # All frames that are given are used; choosing some is the caller's affair.
+            "do_sample_frames": False,
+            "cap_pixels_per_frame": False,
+            "video_processor_type": f"{video}VideoProcessor",
+            **videos,
+        },
     }
 
 
@@ -99,6 +109,76 @@ QWEN_VL_RECIPES: tuple[MechanicsRecipe, ...] = (
                 "num_heads": 2,
             },
             processor=_processor("Qwen2VL", "Qwen2VL", patch=14, mean=_CLIP_MEAN, std=_CLIP_STD),
+            config={**_IDS, "tie_word_embeddings": False},
+        ),
+    ),
+    MechanicsRecipe(
+        name="tiny-qwen2-5-vl",
+        summary="Qwen2.5-VL: attention in windows, time in seconds for video; tied Qwen2 decoder",
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        config={
+            **_NARROW,
+            "rms_norm_eps": 1e-6,
+            "use_sliding_window": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 6, 6]},
+        },
+        special=QWEN_SPECIAL,
+        end_tokens=QWEN_ENDS,
+        chat_template=QWEN_SYSTEM_TURN + _TURNS,
+        seed=20,
+        vision=VisionParts(
+            vision_config={
+                "depth": 3,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                # Two by two placeholders: small pictures have several windows, cut ones among them.
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+                "tokens_per_second": 2,
+            },
+            processor=_processor("Qwen2_5_VL", "Qwen2VL", patch=14, mean=_CLIP_MEAN, std=_CLIP_STD),
+            config={**_IDS, "tie_word_embeddings": True},
+        ),
+    ),
+    MechanicsRecipe(
+        name="tiny-qwen3-vl",
+        summary="Qwen3-VL: interleaved M-RoPE, deepstack, positions interpolated, timestamps; Qwen3 decoder",
+        architecture="Qwen3VLForConditionalGeneration",
+        config={
+            "intermediate_size": 128,
+            "rms_norm_eps": 1e-4,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        special=QWEN_SPECIAL,
+        end_tokens=QWEN_ENDS,
+        chat_template=_TURNS,
+        seed=19,
+        vision=VisionParts(
+            vision_config={
+                "depth": 3,
+                "hidden_size": 48,
+                "intermediate_size": 96,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 36,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            processor=_processor(
+                "Qwen3VL",
+                "Qwen3VL",
+                patch=16,
+                mean=(0.5, 0.5, 0.5),
+                std=(0.5, 0.5, 0.5),
+                # Here the budget is for the whole video, not for a frame.
+                size={"longest_edge": 256 * 32**2, "shortest_edge": 4 * 32**2},
+            ),
             config={**_IDS, "tie_word_embeddings": False},
         ),
     ),
