@@ -59,7 +59,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
 
     longest = model.max_position_embeddings
     # Dynamic rope has no last position; the rope table refuses what lies beyond the original length.
-    bounded = model.rope.kind != "dynamic"
+    bounded = model.rope is None or model.rope.kind != "dynamic"
     if bounded and config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len {config.max_model_len} exceeds the model's {longest} positions")
     max_model_len = config.max_model_len or longest

@@ -150,8 +150,8 @@ class ModelConfig:
     """What the decoder looks like; field names follow the Transformers config.
 
     `architecture` is the Transformers class name ("LlamaForCausalLM"), the key of the model
-    registry. `dtype` is the checkpoint's own. `eos_token_ids` unites config and
-    generation_config.
+    registry. `rope` is None where positions are learned embeddings. `dtype` is the checkpoint's own.
+    `eos_token_ids` unites config and generation_config.
 
     Of a vision-language model this is the decoder inside it, whose `model_type` is
     `text_model_type`; `vision` is whatever its family reads about the rest, None for a decoder.
@@ -166,7 +166,7 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
+    rope: RopeConfig | None
     max_position_embeddings: int
     tie_word_embeddings: bool
     attention_bias: bool

@@ -35,6 +35,7 @@ MODELS: Registry[type[DecoderModel] | type[VisionLanguageModel]] = Registry(
     "model", entry_point_group="minivllm.models"
 )
 MODELS.register("LlamaForCausalLM", "minivllm.models.llama:LlamaForCausalLM")
+MODELS.register("OPTForCausalLM", "minivllm.models.opt:OPTForCausalLM")
 MODELS.register("Qwen2ForCausalLM", "minivllm.models.qwen2:Qwen2ForCausalLM")
 MODELS.register("Qwen3ForCausalLM", "minivllm.models.qwen3:Qwen3ForCausalLM")
 

@@ -39,6 +39,11 @@ class LanguageModel(nn.Module, ABC):
 
     @property
     @abstractmethod
+    def embedding_name(self) -> str:
+        """Our name of the table of token embeddings, which a tied head shares."""
+
+    @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Of parameters and activations."""
 

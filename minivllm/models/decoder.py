@@ -1,4 +1,4 @@
-"""The decoder that Llama, Qwen2 and Qwen3 share; what differs is flags of `ModelConfig`.
+"""The decoder that all families share; what differs is flags of `ModelConfig` and small overrides.
 
 Parameter names are those of the Transformers checkpoints, so loading is the identity on names.
 Matrix products and attention go through the two seams only: `ops` and the attention backend.
@@ -20,6 +20,9 @@ from minivllm.models.base import LanguageModel, Observer
 from minivllm.models.modules import Embedding, Linear, RMSNorm
 
 __all__ = ["DecoderModel"]
+
+#: Cosines and sines of the rows of a batch, each [rows, rotated dimensions], in the model's dtype.
+Rotation = tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -48,14 +51,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, **kw) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, **kw) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: PlannedAttention) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, attention: PlannedAttention) -> Tensor:
         """[rows, hidden] → [rows, hidden]; writes this layer's K and V of these rows first."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
         attention.write(self.layer, k, v)
         output: Tensor = self.o_proj(attention.attend(self.layer, q, self.scale))
         return output
@@ -88,15 +91,26 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: PlannedAttention) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, attention: PlannedAttention) -> Tensor:
         """[rows, hidden] → [rows, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attention)
         mixed: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return mixed
 
 
-class Body(nn.Module):
-    """Everything below the head; exists so that parameters are called "model.…"."""
+class Stack(nn.Module):
+    """What `DecoderModel` needs below the head: embeddings, layers, and what follows the last one."""
+
+    embed_tokens: Embedding
+    layers: nn.ModuleList
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] after the last layer → normed."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what follows the last layer")
+
+
+class Body(Stack):
+    """The usual stack; exists so that parameters are called "model.…"."""
 
     def __init__(self, config: ModelConfig, **kw: Any) -> None:
         super().__init__()
@@ -104,6 +118,10 @@ class Body(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placement)
         self.layers = nn.ModuleList(DecoderLayer(config, i, **kw) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = self.norm(hidden)
+        return normed
 
 
 class DecoderModel(LanguageModel):
@@ -124,6 +142,8 @@ class DecoderModel(LanguageModel):
     gguf_architecture: ClassVar[str | None] = None
     #: Whether llama.cpp's converter reorders the rows of q_proj and k_proj of this family.
     gguf_permutes_qk: ClassVar[bool] = False
+    #: `hidden_act` values that this family computes.
+    activations: ClassVar[tuple[str, ...]] = ("silu",)
 
     def __init__(
         self,
@@ -140,18 +160,43 @@ class DecoderModel(LanguageModel):
         self.config = config
         self.ops = ops
         self.max_model_len = max_model_len or config.max_position_embeddings
-        self.rope = RopeTable(
-            config.rope,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            max_model_len=self.max_model_len,
-            device=device,
-        )
-        self.model = Body(config, **kw)
+        if config.rope is not None:
+            self.rope = RopeTable(
+                config.rope,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_position_embeddings,
+                max_model_len=self.max_model_len,
+                device=device,
+            )
+        self.model = self.make_body(config, **kw)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, **kw)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = self.stack.embed_tokens.weight
         self.eval()
+
+    def make_body(self, config: ModelConfig, **kw: Any) -> nn.Module:
+        """What is called "model" in the checkpoint."""
+        return Body(config, **kw)
+
+    @property
+    def embedding_name(self) -> str:
+        return "model.embed_tokens.weight"
+
+    @property
+    def stack(self) -> Stack:
+        """Embeddings and layers."""
+        assert isinstance(self.model, Stack)
+        return self.model
+
+    @classmethod
+    def unsupported(cls, values: Mapping[str, Any]) -> str | None:  # noqa: ARG003 - most refuse nothing
+        """Why this family cannot run a config.json with these values, or None if it can."""
+        return None
+
+    @classmethod
+    def standard_values(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The values of config.json under the names that most families use."""
+        return values
 
     @classmethod
     def config_flags(cls, values: Mapping[str, Any]) -> dict[str, bool]:
@@ -161,12 +206,12 @@ class DecoderModel(LanguageModel):
     @property
     def dtype(self) -> torch.dtype:
         """Of parameters and activations."""
-        return self.model.embed_tokens.weight.dtype
+        return self.stack.embed_tokens.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self.model.embed_tokens.weight.device
+        return self.stack.embed_tokens.weight.device
 
     def untie_lm_head(self) -> None:
         """Give the head a weight of its own, uninitialised."""
@@ -174,7 +219,7 @@ class DecoderModel(LanguageModel):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[rows] int64 → [rows, hidden]."""
-        rows: Tensor = self.model.embed_tokens(token_ids)
+        rows: Tensor = self.stack.embed_tokens(token_ids)
         return rows
 
     def forward(
@@ -186,15 +231,23 @@ class DecoderModel(LanguageModel):
         deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
         """Run the layers and the final norm; see `LanguageModel.forward`."""
-        cos, sin = (table.to(hidden.dtype) for table in self.rope.cos_sin(positions))
-        for index, layer in enumerate(self.model.layers):
-            hidden = layer(hidden, cos, sin, attention)
+        rotations = self.rotations(positions)
+        for index, layer in enumerate(self.stack.layers):
+            hidden = layer(hidden, rotations[index], attention)
             if index < len(deepstack):
                 hidden = hidden + deepstack[index]
             if observe is not None:
                 observe(f"hidden.{index}", hidden)
-        normed: Tensor = self.model.norm(hidden)
-        return normed
+        return self.stack.finish(hidden)
+
+    def rotations(self, positions: Tensor) -> Sequence[Rotation | None]:
+        """How each layer turns its queries and keys; None for a family that does not.
+
+        Args:
+            positions: as in `forward`.
+        """
+        cos, sin = self.rope.cos_sin(positions)
+        return [(cos.to(self.dtype), sin.to(self.dtype))] * len(self.stack.layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] (normed) → [rows, vocab]."""

@@ -148,7 +148,7 @@ class GGUFSource:
             ),
             **flags,
         )
-        check_config(config, Path(self.where))
+        check_config(config, Path(self.where), family.activations)
         return family, config
 
     def _refuse_unsupported(self, arch: str, head_dim: int, rotary: int) -> None:

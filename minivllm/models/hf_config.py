@@ -53,7 +53,7 @@ def read_config(directory: Path, models: Models) -> ModelConfig:
     Raises:
         ConfigError: missing, malformed or contradictory config.
         UnsupportedError: unknown architecture, quantised weights, sliding windows, an activation
-            other than silu, partial rotary embedding.
+            or option that the family does not compute, partial rotary embedding.
     """
     where = directory / "config.json"
     if not where.exists() and (files := sorted(p.name for p in directory.glob("*.gguf"))):
@@ -70,8 +70,11 @@ def read_config(directory: Path, models: Models) -> ModelConfig:
         method = raw["quantization_config"].get("quant_method")
         raise UnsupportedError(f"{where}: quantised weights ({method!r}) are not implemented")
     whole = _with_defaults(directory)
-    decoder, values = _decoder_of(family, whole, where)
-    _refuse_unsupported(values, where)
+    decoder, text = _decoder_of(family, whole, where)
+    _refuse_unsupported(text, where)
+    if (problem := decoder.unsupported(text)) is not None:
+        raise UnsupportedError(f"{where}: {problem} is not implemented for {decoder.__name__}")
+    values = decoder.standard_values(text)
     generation = directory / "generation_config.json"
     more_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     config = ModelConfig(
@@ -84,7 +87,7 @@ def read_config(directory: Path, models: Models) -> ModelConfig:
         num_key_value_heads=values["num_key_value_heads"],
         head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
         rms_norm_eps=values["rms_norm_eps"],
-        rope=_rope(values["rope_parameters"], where, family),
+        rope=_rope(values["rope_parameters"], where, family) if values["rope_parameters"] else None,
         max_position_embeddings=values["max_position_embeddings"],
         # Transformers ties by the outer configuration where that has a say.
         tie_word_embeddings=bool(whole.get("tie_word_embeddings", values.get("tie_word_embeddings"))),
@@ -92,15 +95,15 @@ def read_config(directory: Path, models: Models) -> ModelConfig:
         dtype=str(whole.get("dtype") or values.get("dtype") or "").removeprefix("torch."),
         bos_token_id=values.get("bos_token_id"),
         eos_token_ids=as_ids((values.get("eos_token_id"), more_eos)),
-        text_model_type=values["model_type"] if values is not whole else "",
+        text_model_type=text["model_type"] if text is not whole else "",
         vision=family.read_vision(whole) if issubclass(family, VisionLanguageModel) else None,
         **decoder.config_flags(values),
     )
-    check_config(config, where)
+    check_config(config, where, decoder.activations)
     return config
 
 
-def check_config(config: ModelConfig, where: Path) -> None:
+def check_config(config: ModelConfig, where: Path, activations: tuple[str, ...]) -> None:
     """Raise ConfigError naming every impossible shape, UnsupportedError for another activation."""
     problems = [
         f"{name} must be a positive integer, got {getattr(config, name)!r}"
@@ -123,8 +126,11 @@ def check_config(config: ModelConfig, where: Path) -> None:
         )
     if problems:
         raise ConfigError(f"{where}: " + "; ".join(problems))
-    if config.hidden_act != "silu":
-        raise UnsupportedError(f"{where}: hidden_act {config.hidden_act!r} is not implemented; known: silu")
+    if config.hidden_act not in activations:
+        raise UnsupportedError(
+            f"{where}: hidden_act {config.hidden_act!r} is not implemented for {config.architecture}; "
+            f"known: {', '.join(activations)}"
+        )
 
 
 def as_ids(values: Iterable[int | list[int] | None]) -> tuple[int, ...]:

@@ -89,6 +89,10 @@ class VisionLanguageModel(LanguageModel):
         """
 
     @property
+    def embedding_name(self) -> str:
+        return self.text_prefix + self.language_model.embedding_name
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of parameters and activations."""
         return self.language_model.dtype

@@ -14,7 +14,6 @@ from minivllm.models.base import LanguageModel
 
 __all__ = ["TensorSource", "fill", "replace_weights"]
 
-_EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 #: Tensors that old checkpoints carry but that follow from the config.
@@ -50,7 +49,7 @@ def fill(model: LanguageModel, source: TensorSource) -> None:
     """
     shapes = source.shapes()
     read_from = _origins(model, shapes, source.where)
-    embedding, head = model.text_prefix + _EMBEDDING, model.text_prefix + _HEAD
+    embedding, head = model.embedding_name, model.text_prefix + _HEAD
     if model.config.tie_word_embeddings and head in read_from:
         if embedding not in read_from:
             read_from[embedding] = read_from.pop(head)

@@ -116,7 +116,7 @@ def test_no_eos_at_all_is_an_empty_tuple(make_checkpoint: Callable[..., Any]) ->
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones(read: Callable[..., Any]) -> None:
     with pytest.raises(
-        UnsupportedError, match="'MambaForCausalLM' is not implemented; known: LlamaForCausalLM, Q"
+        UnsupportedError, match=r"'MambaForCausalLM' is not implemented; known: .*LlamaForCausalLM, .*Qwen3"
     ):
         read({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
 
@@ -139,7 +139,7 @@ def test_quantised_weights_are_refused(read: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "relu", "gelu_pytorch_tanh"])
 def test_other_activations_than_silu_are_refused(read: Callable[..., Any], activation: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"hidden_act '{activation}' is not implemented; known: silu"):
+    with pytest.raises(UnsupportedError, match=f"hidden_act '{activation}' is not implemented .*known: silu"):
         read({"hidden_act": activation})
 
 
