@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from minivllm.multimodal.hashing import content_hash, image_hash, tensors_hash, video_hash
+from minivllm.multimodal.load import Video, load_image, load_video
 from minivllm.multimodal.processor import MULTIMODAL, Expansion, MultiModalProcessor
 
-__all__ = ["MULTIMODAL", "Expansion", "MultiModalProcessor"]
+__all__ = [
+    "MULTIMODAL",
+    "Expansion",
+    "MultiModalProcessor",
+    "Video",
+    "content_hash",
+    "image_hash",
+    "load_image",
+    "load_video",
+    "tensors_hash",
+    "video_hash",
+]
