@@ -218,11 +218,13 @@ class _ScenarioRun:
 
     def _diverged(self, free: Pass) -> bool:
         for spec in self.scenario.judged_by_golden():
-            record, output = self.goldens[spec.name].record, free.requests[spec.name].output
-            if record is None or output is None or output.token_ids is None:
-                continue
-            if any(a != b for a, b in zip(output.token_ids, record.token_ids, strict=False)):
-                return True
+            record = self.goldens[spec.name].record
+            for name in sequence_names(spec.name, spec.sampling):
+                output = free.requests[name].output if name in free.requests else None
+                if record is None or output is None or output.token_ids is None:
+                    continue
+                if any(a != b for a, b in zip(output.token_ids, record.token_ids, strict=False)):
+                    return True
         return False
 
     # ---- one pass -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from conformance.adapters.base import request_of
 from conformance.canonical import CanonicalError, canonical_request
 from conformance.checks import CHECKS, lint
 from conformance.pairwise import pairwise
@@ -93,7 +94,12 @@ class RequestSpec:
     @property
     def has_golden(self) -> bool:
         """Whether the greedy truth of Hugging Face is the expected answer."""
-        return self.sampling["temperature"] == 0.0 and not any(n in self.sampling for n in _CHANGES_TRUTH)
+        return self.is_greedy and not any(n in self.sampling for n in _CHANGES_TRUTH)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is drawn at random; one candidate (top_k 1) leaves no choice either."""
+        return self.sampling["temperature"] == 0.0 or self.sampling.get("top_k") == 1
 
     @property
     def max_tokens(self) -> int:
@@ -170,7 +176,8 @@ class Scenario:
                     for n, wanted in check.args.items()
                     if isinstance(wanted, Mapping) and "golden" in wanted
                 }
-        return [request for name, request in self.requests.items() if name in names]
+        judged = {request_of(name) for name in names}
+        return [request for name, request in self.requests.items() if name in judged]
 
     def _may_have_golden(self, request: RequestSpec) -> bool:
         return request.has_golden and request.name not in self.must_fail
@@ -348,7 +355,7 @@ def _golden_problems(scenario: Scenario) -> Iterator[tuple[Location, str]]:
             yield ("requests", request.name), str(error)
     if scenario.check("same_under"):
         for name, request in scenario.requests.items():
-            if request.sampling["temperature"] > 0 and "seed" not in request.sampling:
+            if not request.is_greedy and "seed" not in request.sampling:
                 yield ("requests", name), "same_under needs a seed at a temperature above 0"
     golden_checks = [check.name for check in scenario.checks if CHECKS[check.name].golden]
     if golden_checks and not scenario.judged_by_golden():

@@ -12,10 +12,12 @@ from pathlib import PurePath
 from typing import Any
 
 from conformance import HISTORY_SCHEMA
+from conformance.checks.answers import differ, equal
 from conformance.checks.arguments import (
     lint_cached,
     lint_error,
     lint_finish_reason,
+    lint_group,
     lint_nothing,
     lint_requests,
     lint_same_under,
@@ -61,6 +63,8 @@ CHECKS: Mapping[str, Check] = {
     "error": Check(error, lint_error),
     "happened": Check(happened, lint_happened),
     "pool_conserved": Check(pool_conserved, lint_nothing),
+    "equal": Check(equal, lint_group),
+    "differ": Check(differ, lint_group),
     "same_under": Check(same_under, lint_same_under),
     "sampled_within_kept_set": Check(sampled_within_kept_set, lint_requests),
 }

@@ -15,6 +15,7 @@ __all__ = [
     "lint_comparison",
     "lint_error",
     "lint_finish_reason",
+    "lint_group",
     "lint_nothing",
     "lint_requests",
     "lint_same_under",
@@ -106,6 +107,13 @@ def lint_requests(args: Any) -> list[str]:
     if isinstance(args, Sequence) and args and all(isinstance(a, str) for a in args):
         return []
     return [f"expected request names, got {args!r}"]
+
+
+def lint_group(args: Any) -> list[str]:
+    """A list of at least two different names."""
+    if not isinstance(args, list) or len(args) < 2 or not all(isinstance(a, str) for a in args):
+        return [f"expected a list of at least two request names, got {args!r}"]
+    return [f"{name!r} is given twice" for name in sorted({a for a in args if args.count(a) > 1})]
 
 
 def lint_yardstick(args: Any) -> list[str]:

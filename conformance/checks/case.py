@@ -271,9 +271,12 @@ def align(case: Case, run: RequestRun, record: GoldenRecord) -> Aligned:
 
 
 def is_plain_greedy(run: RequestRun) -> bool:
-    """Whether the golden's greedy truth is what this request must answer."""
+    """Whether the golden's greedy truth is what this request must answer.
+
+    Keeping one candidate only (top_k 1) is greedy too, at any temperature: so n sequences can be.
+    """
     s = run.sampling
-    return s.get("temperature", 1.0) == 0 and all(
+    return (s.get("temperature", 1.0) == 0 or s.get("top_k") == 1) and all(
         (s.get(name) or default or None) == (default or None) for name, default in _ALTERING.items()
     )
 

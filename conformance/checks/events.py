@@ -105,7 +105,8 @@ def _poisoned(one: Pass) -> int:
 #: Names of requests that only keep the others company start with this; they are nobody's evidence.
 ANCILLARY = "~"
 
-#: Counters of a pass, by name. All but those of `_UNTRACED` need the engine's events.
+#: Counters of a pass, by name. All but those of `_UNTRACED` need the engine's events. "lengths"
+#: counts how many different numbers of tokens requests ended with.
 COUNTERS: Mapping[str, Callable[[Pass], int]] = {
     **{
         kind: _count(kind)
@@ -140,6 +141,7 @@ COUNTERS: Mapping[str, Callable[[Pass], int]] = {
     "chunked": lambda one: len(chunked_requests(one)),
     "non_monotonic_blocks": _non_monotonic,
     "poisoned": _poisoned,
+    "lengths": lambda one: len({e["num_output_tokens"] for e in one.events if e.get("event") == "finished"}),
     "refused": lambda one: sum(run.refused is not None for run in one.requests.values()),
     "unfinished": lambda one: sum(
         run.output is not None and not run.output.finished for run in one.requests.values()

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from conformance.checks.arguments import arm_name, arm_names
+from conformance.checks.bits import answer_difference, bit_difference, row_difference
 from conformance.checks.case import BAND, Case, CheckInputError
 from conformance.checks.claims import not_fired
 from conformance.checks.logits import MIN_POSITIONS, logprob_band
 from conformance.checks.tokens import judge_id
-from conformance.history import LogitRow, Pass, RequestRun
+from conformance.history import Pass, RequestRun
 from conformance.records import GoldenRecord
 from conformance.verdicts import Finding, Verdict
 
@@ -168,63 +169,21 @@ def _compare(case: Case, arm: Pass, name: str) -> Finding:
     return _compare_band(case, arm, base, other)
 
 
-def _answer_problem(base: RequestRun, other: RequestRun) -> tuple[str, int | None] | None:
-    """First difference of what the user sees, with its position."""
-    a, b = base.output, other.output
-    assert a is not None
-    assert b is not None
-    if a.token_ids is not None and b.token_ids is not None and a.token_ids != b.token_ids:
-        at = _first_difference(a.token_ids, b.token_ids)
-        mine, theirs = list(a.token_ids[at : at + 3]), list(b.token_ids[at : at + 3])
-        return f"tokens differ from position {at}: {mine} and {theirs}", at
-    for what in ("text", "finish_reason", "stop_reason"):
-        if getattr(a, what) != getattr(b, what):
-            return f"{what} differs: {getattr(a, what)!r} and {getattr(b, what)!r}", None
-    return None
-
-
 def _compare_bits(case: Case, arm: Pass, base: RequestRun, other: RequestRun) -> Finding:
     name = base.request_id
-    problem = _answer_problem(base, other)
-    if problem is not None:
+    same_answer = answer_difference(base, other) is None
+    if same_answer and case.has("stages") and not (base.output_rows and other.output_rows):
+        return Finding(Verdict.ERROR, CHECK, name, f"arm {arm.name}: logits were not captured in both passes")
+    difference, compared = bit_difference(base, other)
+    if difference is not None:
         return case.fail(
             CHECK,
             name,
-            f"arm {arm.name}: {problem[0]}",
-            position=problem[1],
+            f"arm {arm.name}: {difference.message}",
+            position=difference.position,
             saw="bits",
-            detail={"mode": "bits"},
+            detail={"mode": "bits", **difference.detail},
         )
-    a, b = base.output, other.output
-    assert a is not None
-    assert b is not None
-    if case.has("stages") and not (base.output_rows and other.output_rows):
-        return Finding(Verdict.ERROR, CHECK, name, f"arm {arm.name}: logits were not captured in both passes")
-    compared = 0
-    for what, mine, theirs in (
-        ("logits", [r.digest for r in base.output_rows], [r.digest for r in other.output_rows]),
-        ("prompt logits", [r.digest for r in base.prompt_rows], [r.digest for r in other.prompt_rows]),
-        ("KV cache", list(base.kv_digests), list(other.kv_digests)),
-    ):
-        if not mine and not theirs:
-            continue
-        if mine != theirs:
-            at = _first_difference(mine, theirs)
-            where = f"layer {at // 2} {'KV'[at % 2]}" if what == "KV cache" else f"position {at}"
-            return case.fail(
-                CHECK,
-                name,
-                f"arm {arm.name}: bits of the {what} differ at {where}{_distance(what, at, base, other)}",
-                position=at if what == "logits" else None,
-                saw="bits",
-                detail={"mode": "bits", "what": what, "at": at},
-            )
-        compared += len(mine)
-    for what in ("logprobs", "prompt_logprobs"):
-        if repr(getattr(a, what)) != repr(getattr(b, what)):  # repr tells every bit, and NaN from NaN
-            return case.fail(
-                CHECK, name, f"arm {arm.name}: {what} differ", saw="bits", detail={"mode": "bits"}
-            )
     if not compared:
         return Finding(
             Verdict.WEAK, CHECK, name, f"arm {arm.name}: same tokens; no bits to compare", saw="tokens"
@@ -239,27 +198,15 @@ def _compare_bits(case: Case, arm: Pass, base: RequestRun, other: RequestRun) ->
     )
 
 
-def _distance(what: str, at: int, base: RequestRun, other: RequestRun) -> str:
-    if what != "logits" or at >= min(len(base.output_rows), len(other.output_rows)):
-        return ""
-    errors = _row_difference(base.output_rows[at], other.output_rows[at])
-    return f" (largest difference of a listed logit {np.max(np.abs(errors)):.3g})" if len(errors) else ""
-
-
-def _row_difference(a: LogitRow, b: LogitRow) -> np.ndarray[Any, np.dtype[np.float64]]:
-    theirs = dict(zip(b.ids, b.values, strict=True))
-    pairs = [(v, theirs[i]) for i, v in zip(a.ids, a.values, strict=True) if i in theirs]
-    return np.array([x - y for x, y in pairs], dtype=np.float64)
-
-
 def _compare_band(case: Case, arm: Pass, base: RequestRun, other: RequestRun) -> Finding:
     """Compare within the golden's yardstick; without a golden by what the user sees, WEAK."""
     name = base.request_id
     record = case.golden(base) if base.golden_key is not None else None
-    problem = _answer_problem(base, other)
+    problem = answer_difference(base, other)
     if record is None:
         if problem is not None:
-            return case.fail(CHECK, name, f"arm {arm.name}: {problem[0]}", position=problem[1], saw="tokens")
+            message = f"arm {arm.name}: {problem.message}"
+            return case.fail(CHECK, name, message, position=problem.position, saw="tokens")
         return Finding(
             Verdict.WEAK,
             CHECK,
@@ -269,7 +216,7 @@ def _compare_band(case: Case, arm: Pass, base: RequestRun, other: RequestRun) ->
         )
     verdict, remark, shared = Verdict.PASS, "same tokens", len(base.output_rows or ())
     if problem is not None:
-        message, at = problem
+        message, at = problem.message, problem.position
         if at is None or not _both_legal(record, at, base, other):
             return case.fail(CHECK, name, f"arm {arm.name}: {message}", position=at, saw="tokens")
         verdict, remark, shared = Verdict.NOISE, f"{message}, both legal; later ones unjudged", at + 1
@@ -316,7 +263,7 @@ def _numbers(
         if shared is None and len(base.output_rows) != len(other.output_rows):
             return case.fail(CHECK, name, f"arm {arm.name}: different numbers of logit rows", saw=saw)
         for x, y in zip(base.output_rows[:count], other.output_rows[:count], strict=True):
-            differences.append(_row_difference(x, y))
+            differences.append(row_difference(x, y))
     elif a.logprobs and b.logprobs:
         saw, limit = "logprobs", logprob_band(record, float(np.abs(record.output.logsumexp).max()))
         count = min(len(a.logprobs), len(b.logprobs)) if shared is None else shared
@@ -354,8 +301,3 @@ def _numbers(
         f"{saw} differ by rms {rms / unit_r:.3g} R, max {worst / unit_m:.3g} M",
         saw=saw,
     )
-
-
-def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
-    shared = min(len(a), len(b))
-    return next((i for i in range(shared) if a[i] != b[i]), shared)

@@ -106,6 +106,13 @@ def test_a_golden_check_on_a_sampled_request_is_refused(tmp_path: Path) -> None:
     assert ":10: requests.two: a golden check judges 'two', but no golden exists" in error_of(tmp_path, text)
 
 
+def test_one_candidate_is_greedy_at_any_temperature(tmp_path: Path) -> None:
+    text = (HEAD + BODY).replace("tokens_match_golden: one", "tokens_match_golden: [two/1]")
+    text = text.replace(", seed: 1", ", top_k: 1, n: 2") + "  - same_under: {chunk: [1]}\n"
+    scenario = load(tmp_path, text)
+    assert [request.name for request in scenario.judged_by_golden()] == ["two"]
+
+
 def test_a_golden_check_about_nobody_is_refused(tmp_path: Path) -> None:
     text = (HEAD + BODY).replace("tokens_match_golden: one", "tokens_match_golden")
     text = text.replace("max_tokens: 5", "max_tokens: 5, presence_penalty: 1")

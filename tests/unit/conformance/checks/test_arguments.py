@@ -35,6 +35,8 @@ GOOD: list[tuple[str, Any]] = [
     ("same_under", {"preemption": ["recompute", "swap"]}),
     ("same_under", {"preempt": ["every", 2], "requests": ["red"]}),
     ("sampled_within_kept_set", None),
+    ("equal", ["solo", "red"]),
+    ("differ", ["red", "red/1", "red/2"]),
 ]
 
 BAD: list[tuple[str, Any, str]] = [
@@ -76,6 +78,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("same_under", {"chunk": "every"}, "list of values"),
     ("same_under", {"requests": ["red"]}, "no axis"),
     ("same_under", {"chunk": [3, 3]}, "twice"),
+    ("equal", None, "at least two request names"),
+    ("equal", {"requests": ["red", "blue"]}, "at least two request names"),
+    ("differ", ["red"], "at least two request names"),
+    ("differ", ["red", 3], "at least two request names"),
+    ("differ", ["red", "blue", "red"], "'red' is given twice"),
 ]
 
 

@@ -86,6 +86,8 @@ def test_stop_strings_cut_the_golden_text(sampling: dict[str, Any], text: str, s
         ({"temperature": 0.0, "repetition_penalty": 1.1}, False),
         ({"temperature": 0.0, "repetition_penalty": 1.0, "logit_bias": None, "bad_words": ()}, True),
         ({"temperature": 0.0, "stop": ["x"], "top_k": 3}, True),
+        ({"temperature": 0.7, "top_k": 1}, True),
+        ({"temperature": 0.7, "top_k": 1, "min_tokens": 2}, False),
     ],
 )
 def test_plain_greedy_is_what_a_golden_can_judge(sampling: dict[str, Any], plain: bool) -> None:

@@ -98,6 +98,11 @@ def test_batch_and_tokens_in_step_are_the_largest_of_any_step() -> None:
     assert count("steps", *events) == 2
 
 
+def test_lengths_counts_how_many_different_ones_there_are() -> None:
+    ends = [event("finished", n, num_output_tokens=c) for n, c in (("a", 3), ("b", 5), ("c", 3))]
+    assert count("lengths", *ends) == 2
+
+
 def test_blocks_out_of_order_are_non_monotonic() -> None:
     up = (event("allocated", block_ids=[1, 2]), event("allocated", block_ids=[5]))
     assert count("non_monotonic_blocks", *up) == 0
