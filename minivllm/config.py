@@ -151,7 +151,8 @@ class ModelConfig:
 
     `architecture` is the Transformers class name ("LlamaForCausalLM"), the key of the model
     registry. `rope` is None where positions are learned embeddings. `dtype` is the checkpoint's own.
-    `eos_token_ids` unites config and generation_config.
+    `eos_token_ids` unites config and generation_config. `windows` says for each layer how many
+    positions a token sees, its own included (None: all before it); () if no layer has a window.
 
     Of a vision-language model this is the decoder inside it, whose `model_type` is
     `text_model_type`; `vision` is whatever its family reads about the rest, None for a decoder.
@@ -177,6 +178,7 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    windows: tuple[int | None, ...] = ()
     text_model_type: str = ""
     vision: Any = None
 

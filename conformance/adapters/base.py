@@ -75,6 +75,7 @@ FEATURES: Mapping[str, str] = {
     "update_weights": "can exchange weights while loaded",
     "strict_loading": "refuses a checkpoint that is incomplete or does not fit the model",
     "strict_rope": "refuses rope kinds whose own reference depends on call history, past their length",
+    "sliding_windows": "computes layers that see a sliding window",
     "strict_windows": "has no sliding windows, and refuses a model that needs them",
 }
 

@@ -108,6 +108,7 @@ class HFAdapter:
                     "prompt_logprobs",
                     "forced_decode",
                     "stop_strings",
+                    "sliding_windows",
                 }
             ),
             missing={"sampling": "greedy only: its random numbers are not ours"},

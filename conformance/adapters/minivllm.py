@@ -93,7 +93,7 @@ class MiniVLLMAdapter:
                 del _models[key]
 
     def capabilities(self) -> Capabilities:
-        missing = self._why_not_bitwise()
+        missing = {"strict_windows": "it has sliding windows", **self._why_not_bitwise()}
         return Capabilities(
             engine="minivllm",
             version=minivllm.__version__,

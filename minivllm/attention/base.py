@@ -82,10 +82,11 @@ class PlannedAttention(Protocol):
         """Put k and v [rows, num_kv_heads, head_dim] (rope applied) into the cache."""
         ...
 
-    def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, scale: float, window: int | None = None) -> Tensor:
         """Causal attention of q [rows, num_heads, head_dim] → [rows, num_heads * head_dim].
 
-        Row r of a request sees the cached positions up to and including its own; write first.
+        The row of position p sees the cached positions p - window + 1 … p, or 0 … p without a
+        window; write first.
         """
         ...
 
@@ -146,8 +147,14 @@ class PagedBackend:
         """How many keys to gather for a sequence of this length."""
         return length
 
-    def mask(self, hidden: Tensor) -> Tensor | None:
-        """Turn hidden [n, rows, keys] (true: may not look) into what `attend_group` wants; once per batch."""
+    def mask(self, hidden: Tensor, *, windowed: bool) -> Tensor | None:
+        """What `attend_group` wants to know of who may look where; once per batch and window.
+
+        Args:
+            hidden: [n, rows, keys], true where a row may not look.
+            windowed: whether a window hides early positions; if not, only later positions and
+                padding are hidden.
+        """
         raise NotImplementedError
 
     def attend_group(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -166,13 +173,13 @@ class _PagedPlan:
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._backend.cache.write(layer, self._slot_mapping, k, v)
 
-    def attend(self, layer: int, q: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, scale: float, window: int | None = None) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._groups:
             query, (k, v) = q[group.rows], self._backend.cache.gather(layer, group.slots)
             # [size * rows, …] → [size, rows, …], and the same for the keys
             q_, k_, v_ = (part.view(group.size, -1, *part.shape[1:]) for part in (query, k, v))
-            part = self._backend.attend_group(q_, k_, v_, group.mask, scale)
+            part = self._backend.attend_group(q_, k_, v_, group.mask(window), scale)
             out[group.rows] = part.flatten(0, 1)
         return out.flatten(1)
 
@@ -184,7 +191,6 @@ class _Group:
         size: number of requests.
         rows: which rows of the batch are theirs.
         slots: [size * keys], the gathered slots of each request in logical order.
-        mask: what the backend made of the hidden positions.
     """
 
     def __init__(self, backend: PagedBackend, metadata: AttentionMetadata, members: Sequence[int]) -> None:
@@ -193,7 +199,10 @@ class _Group:
         self.rows: slice | Tensor = slice(bounds[members[0]], bounds[members[0] + 1])
         if self.size > 1:
             self.rows = torch.tensor([bounds[i] for i in members], device=cache.device)
-        keys = backend.padded(max(metadata.seq_lens[i] for i in members))
+        self._backend = backend
+        self._longest = max(metadata.seq_lens[i] for i in members)
+        self._masks: dict[int | None, Tensor | None] = {}
+        keys = backend.padded(self._longest)
         slots = np.empty((self.size, keys), dtype=np.int64)
         for row, i in zip(slots, members, strict=True):
             length = metadata.seq_lens[i]
@@ -202,8 +211,19 @@ class _Group:
         self.slots = torch.from_numpy(slots.reshape(-1)).to(cache.device)
         starts = torch.tensor([metadata.starts[i] for i in members], device=cache.device)
         offsets = torch.arange(bounds[members[0] + 1] - bounds[members[0]], device=cache.device)
-        last_seen = starts[:, None] + offsets
-        self.mask = backend.mask(torch.arange(keys, device=cache.device) > last_seen[..., None])
+        self._last_seen = (starts[:, None] + offsets)[..., None]
+        self._keys = torch.arange(keys, device=cache.device)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """What the backend made of the positions that are hidden under this window."""
+        if window is not None and window >= self._longest:
+            window = None  # it reaches back to position 0 from every row
+        if window not in self._masks:
+            hidden = self._keys > self._last_seen
+            if window is not None:
+                hidden |= self._keys <= self._last_seen - window
+            self._masks[window] = self._backend.mask(hidden, windowed=window is not None)
+        return self._masks[window]
 
 
 def _grouped(backend: PagedBackend, metadata: AttentionMetadata) -> list[list[int]]:

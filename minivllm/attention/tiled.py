@@ -8,7 +8,8 @@ Three things of a BLAS or a softmax kernel depend on shapes, and each is fixed h
   each short enough to be one chain of the BLAS, and the partial sums are added in order.
 
 So the row of a position has the same bits as a prefill row, a chunk's row or a decode row, in any
-batch. Later positions and padding contribute exact zeros, and no slot beyond the sequence is read.
+batch. Later positions, positions before the window and padding contribute exact zeros, and no slot
+beyond the sequence is read.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class TiledBackend(PagedBackend):
         tile = KEY_TILE[self.cache.dtype]
         return -(-length // tile) * tile
 
-    def mask(self, hidden: Tensor) -> Tensor | None:
+    def mask(self, hidden: Tensor, *, windowed: bool) -> Tensor | None:  # noqa: ARG002 - all are masks to it
         return hidden
 
     def attend_group(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

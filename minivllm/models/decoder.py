@@ -40,6 +40,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
+        self.window = config.windows[layer] if config.windows else None
         hidden = config.hidden_size
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
@@ -60,7 +61,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
         attention.write(self.layer, k, v)
-        output: Tensor = self.o_proj(attention.attend(self.layer, q, self.scale))
+        output: Tensor = self.o_proj(attention.attend(self.layer, q, self.scale, self.window))
         return output
 
 
@@ -144,6 +145,8 @@ class DecoderModel(LanguageModel):
     gguf_permutes_qk: ClassVar[bool] = False
     #: `hidden_act` values that this family computes.
     activations: ClassVar[tuple[str, ...]] = ("silu",)
+    #: Whether layers of the type "sliding_attention" see a window; else they are refused.
+    sliding_windows: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -52,7 +52,7 @@ def read_config(directory: Path, models: Models) -> ModelConfig:
 
     Raises:
         ConfigError: missing, malformed or contradictory config.
-        UnsupportedError: unknown architecture, quantised weights, sliding windows, an activation
+        UnsupportedError: unknown architecture, quantised weights, layers of another kind, an activation
             or option that the family does not compute, partial rotary embedding.
     """
     where = directory / "config.json"
@@ -71,7 +71,6 @@ def read_config(directory: Path, models: Models) -> ModelConfig:
         raise UnsupportedError(f"{where}: quantised weights ({method!r}) are not implemented")
     whole = _with_defaults(directory)
     decoder, text = _decoder_of(family, whole, where)
-    _refuse_unsupported(text, where)
     if (problem := decoder.unsupported(text)) is not None:
         raise UnsupportedError(f"{where}: {problem} is not implemented for {decoder.__name__}")
     values = decoder.standard_values(text)
@@ -95,6 +94,7 @@ def read_config(directory: Path, models: Models) -> ModelConfig:
         dtype=str(whole.get("dtype") or values.get("dtype") or "").removeprefix("torch."),
         bos_token_id=values.get("bos_token_id"),
         eos_token_ids=as_ids((values.get("eos_token_id"), more_eos)),
+        windows=_windows(values, decoder, where),
         text_model_type=text["model_type"] if text is not whole else "",
         vision=family.read_vision(whole) if issubclass(family, VisionLanguageModel) else None,
         **decoder.config_flags(values),
@@ -170,14 +170,25 @@ def _decoder_of(
     return decoder, text
 
 
-def _refuse_unsupported(values: Mapping[str, Any], where: Path) -> None:
-    other = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
-    if other:
+def _windows(values: Mapping[str, Any], decoder: type[DecoderModel], where: Path) -> tuple[int | None, ...]:
+    """The window of each layer; () if none has one."""
+    types: Sequence[str] = values.get("layer_types") or ()
+    window = values.get("sliding_window")
+    known = {"full_attention", *(["sliding_attention"] if decoder.sliding_windows else [])}
+    if other := sorted(set(types) - known):
         raise UnsupportedError(
-            f"{where}: layer_types {other} (sliding_window {values.get('sliding_window')}, "
-            f"use_sliding_window {values.get('use_sliding_window')}) are not implemented; "
-            "every layer must be full_attention"
+            f"{where}: layer_types {other} (sliding_window {window}) are not implemented for "
+            f"{decoder.__name__}; known: {', '.join(sorted(known))}"
         )
+    if "sliding_attention" not in types:
+        return ()
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise ConfigError(f"{where}: sliding_window must be a positive integer, got {window!r}")
+    if len(types) != values["num_hidden_layers"]:
+        raise ConfigError(
+            f"{where}: layer_types must name {values['num_hidden_layers']} layers, got {len(types)}"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _rope(

@@ -14,6 +14,7 @@ class Qwen2ForCausalLM(DecoderModel):
     """Llama with a bias on q, k and v, always, and none elsewhere."""
 
     model_type: ClassVar[str] = "qwen2"
+    sliding_windows: ClassVar[bool] = True
     gguf_architecture: ClassVar[str | None] = "qwen2"
 
     @classmethod

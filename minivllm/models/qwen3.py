@@ -14,6 +14,7 @@ class Qwen3ForCausalLM(DecoderModel):
     """Llama with a norm over each head of q and k before the rotation."""
 
     model_type: ClassVar[str] = "qwen3"
+    sliding_windows: ClassVar[bool] = True
     gguf_architecture: ClassVar[str | None] = "qwen3"
 
     @classmethod

@@ -74,7 +74,11 @@ class World:
     poison: bool = False
 
     def run(
-        self, backend: str, steps: Sequence[Sequence[tuple[int, int, int]]], scale: float = 0.2
+        self,
+        backend: str,
+        steps: Sequence[Sequence[tuple[int, int, int]]],
+        scale: float = 0.2,
+        window: int | None = None,
     ) -> list[Tensor]:
         """Each step is a batch of (sequence, start, end); returns the rows of every sequence, layer 1."""
         dtype = self.sequences[0][0].dtype
@@ -96,7 +100,7 @@ class World:
             attention = planned.plan(AttentionMetadata.from_requests(requests, cache))
             q, k, v = (torch.cat([self.sequences[i][part][s:e] for i, s, e in step]) for part in range(3))
             attention.write(1, k, v)
-            rows = attention.attend(1, q, scale).split([e - s for _, s, e in step])
+            rows = attention.attend(1, q, scale, window).split([e - s for _, s, e in step])
             for (i, start, end), mine in zip(step, rows, strict=True):
                 out[i][start:end] = mine
         return out

@@ -27,14 +27,15 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def truth(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def truth(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 10**9) -> Tensor:
     """Causal attention in float64, one row at a time."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
     rows = []
     for i, row in enumerate(q.double()):
-        weights = torch.softmax(torch.einsum("hd,lhd->hl", row, k[: i + 1]) * scale, -1)
-        rows.append(torch.einsum("hl,lhd->hd", weights, v[: i + 1]).flatten())
+        seen = slice(max(0, i + 1 - window), i + 1)
+        weights = torch.softmax(torch.einsum("hd,lhd->hl", row, k[seen]) * scale, -1)
+        rows.append(torch.einsum("hl,lhd->hd", weights, v[seen]).flatten())
     return torch.stack(rows)
 
 
@@ -68,6 +69,37 @@ def test_attention_agrees_with_float64_in_prefill_chunks_and_decode(
     for steps in (WHOLE, MIXED):
         for got, (q, k, v) in zip(w.run(name, steps, scale), w.sequences, strict=True):
             torch.testing.assert_close(got.double(), truth(q, k, v, scale), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 33, 69])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_window_shows_that_many_positions_the_row_s_own_included(
+    name: str, window: int, world: Any
+) -> None:
+    w = world(LENGTHS)
+    for steps in (WHOLE, MIXED):
+        for got, (q, k, v) in zip(w.run(name, steps, 0.2, window), w.sequences, strict=True):
+            expected = truth(q, k, v, 0.2, window)
+            torch.testing.assert_close(got.double(), expected, rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_window_as_long_as_the_sequence_changes_no_bit(name: str, world: Any) -> None:
+    w = world(LENGTHS)
+    for steps in (WHOLE, MIXED):
+        assert same(w.run(name, steps, window=70), w.run(name, steps))
+        assert not same(w.run(name, steps, window=69), w.run(name, steps))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_positions_before_the_window_may_hold_any_number(name: str, world: Any) -> None:
+    w = world(LENGTHS)
+    expected = w.run(name, MIXED, window=8)
+    for part in w.sequences[0][1:]:
+        part[:10] = 1e4
+    got = w.run(name, MIXED, window=8)
+    assert torch.equal(got[0][17:], expected[0][17:])
+    assert not torch.equal(got[0][16], expected[0][16])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -52,8 +52,10 @@ class Recorder(PagedBackend):
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache)
         self.groups: list[tuple[int, ...]] = []
+        self.masks: list[bool] = []
 
-    def mask(self, hidden: Tensor) -> Tensor | None:
+    def mask(self, hidden: Tensor, *, windowed: bool) -> Tensor | None:
+        self.masks.append(windowed)
         return hidden
 
     def attend_group(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -92,3 +94,13 @@ def test_the_memory_of_a_group_is_bounded(
     requests = [schedule(str(i), 9, 10, (i + 1,)) for i in range(5)]
     backend.plan(AttentionMetadata.from_requests(requests, cache)).attend(0, torch.zeros(5, 4, 32), 1.0)
     assert backend.groups == [(2, 1, 10), (2, 1, 10), (1, 1, 10)]
+
+
+def test_a_window_s_mask_is_made_once_and_a_wide_one_is_the_causal_one(config: Any, schedule: Any) -> None:
+    cache = KVCache(config(), num_blocks=9, block_size=12, dtype=torch.float32, device=torch.device("cpu"))
+    cache.write(0, torch.arange(12, 24), torch.ones(12, 2, 32), torch.ones(12, 2, 32))
+    backend = Recorder(cache)
+    plan = backend.plan(AttentionMetadata.from_requests([schedule("a", 4, 9, (1,))], cache))
+    seen = [plan.attend(0, torch.zeros(5, 4, 32), 1.0, w)[:, 0].tolist() for w in (None, 9, 3, 1000, 3, 1)]
+    assert seen == [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [3] * 5, [5, 6, 7, 8, 9], [3] * 5, [1] * 5]
+    assert backend.masks == [False, True, True]

@@ -62,6 +62,22 @@ def test_any_chunking_and_any_threads_give_the_same_bits(
             assert torch.equal(w.run("tiled", steps)[0], expected), count
 
 
+@pytest.mark.parametrize("dtype", list(KEY_TILE))
+@pytest.mark.parametrize("window", [1, 5, 200, 515])
+def test_any_chunking_gives_the_same_bits_under_a_window(world: Any, dtype: torch.dtype, window: int) -> None:
+    """Windows that lie within a tile, across two, and that hide whole tiles; alone and in a batch."""
+    tile = KEY_TILE[dtype]
+    length = 2 * tile + 30
+    w = world([length, 40], dtype=dtype, poison=True)
+    cancelling(w)
+    expected = w.run("tiled", [[(0, 0, length)], [(1, 0, 40)]], window=window)
+    small = [[(0, i, i + 1), (1, i - length + 40, i - length + 41)] for i in range(length - 40, length)]
+    for size in (97, tile):
+        head = [[(0, s, min(s + size, length - 40))] for s in range(0, length - 40, size)]
+        got = w.run("tiled", [*head, *small], window=window)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), size
+
+
 @pytest.mark.parametrize(("dtype", "heads", "kv_heads", "dim"), SHAPES)
 def test_a_prefill_row_has_the_bits_of_a_decode_row(
     world: Any, dtype: torch.dtype, heads: int, kv_heads: int, dim: int

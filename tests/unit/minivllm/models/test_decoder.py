@@ -18,6 +18,8 @@ from minivllm.models import MODELS, DecoderModel, load_model, load_model_config
 
 CPU = torch.device("cpu")
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+
 #: id → family and config overrides; every flag of ModelConfig is on in one of them.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -52,6 +54,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {}),
+    "qwen2-window": ("Qwen2", {**WINDOW, "max_window_layers": 1}),
+    "qwen3-window": ("Qwen3", {**WINDOW, "max_window_layers": 2}),
     "qwen3-bias-tied": ("Qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
 }
 
@@ -78,7 +82,7 @@ def test_a_whole_prefill_has_the_bits_of_transformers_eager(
     assert torch.equal(ours.logits, theirs.logits[0])
 
 
-@pytest.mark.parametrize("variant", ["llama-biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama-biases", "qwen2", "qwen3", "qwen2-window"])
 def test_decoding_token_by_token_has_the_bits_of_transformers_cached_decode(
     variant: str,
     make_checkpoint: Callable[..., Any],
@@ -89,7 +93,7 @@ def test_decoding_token_by_token_has_the_bits_of_transformers_cached_decode(
     checkpoint = make_checkpoint(family, **overrides)
     chunks = [30, *[1] * 7]
     ours = run_model(load(checkpoint.path), token_ids, chunks)
-    cache = DynamicCache(config=checkpoint.hf.config)
+    cache = DynamicCache()  # without a config it keeps the positions that no window shows
     with torch.no_grad():
         theirs = [checkpoint.hf(part[None], cache=cache).logits[0] for part in token_ids.split(chunks)]
     assert torch.equal(ours.logits, torch.cat(theirs))
@@ -114,14 +118,14 @@ def test_in_bfloat16_a_whole_prefill_has_the_bits_of_transformers_eager(
     assert torch.equal(ours.logits, theirs)
 
 
-@pytest.mark.parametrize("flag", ["rope", "qk_norm", "bias", "kv_heads"])
+@pytest.mark.parametrize("flag", ["rope", "qk_norm", "bias", "kv_heads", "window"])
 def test_the_tiny_checkpoints_notice_what_they_are_meant_to_notice(
     flag: str,
     make_checkpoint: Callable[..., Any],
     run_model: Callable[..., Any],
     token_ids: torch.Tensor,
 ) -> None:
-    checkpoint = make_checkpoint("Qwen3", attention_bias=True)
+    checkpoint = make_checkpoint("Qwen3", attention_bias=True, **WINDOW, max_window_layers=1)
     model = load(checkpoint.path)
     before = run_model(model, token_ids).logits
     layers: list[Any] = list(model.model.layers)
@@ -132,6 +136,8 @@ def test_the_tiny_checkpoints_notice_what_they_are_meant_to_notice(
         layers[1].self_attn.k_norm = layers[1].self_attn.q_norm
     elif flag == "bias":
         layers[2].self_attn.o_proj.bias.zero_()
+    elif flag == "window":
+        layers[2].self_attn.window += 1
     else:
         weight = layers[0].self_attn.v_proj.weight
         weight.copy_(torch.cat(tuple(reversed(weight.chunk(2)))))
@@ -239,8 +245,10 @@ def test_an_observer_is_optional(make_checkpoint: Callable[..., Any]) -> None:
         def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
             del layer, k, v
 
-        def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-            del layer, scale
+        def attend(
+            self, layer: int, q: torch.Tensor, scale: float, window: int | None = None
+        ) -> torch.Tensor:
+            del layer, scale, window
             return q.flatten(1)
 
     model = load(make_checkpoint("Llama").path)

@@ -144,12 +144,37 @@ def test_other_activations_than_silu_are_refused(read: Callable[..., Any], activ
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_sliding_windows_are_refused(family: str, make_checkpoint: Callable[..., Any]) -> None:
+def test_each_layer_has_its_window(family: str, make_checkpoint: Callable[..., Any]) -> None:
     path = make_checkpoint(family, use_sliding_window=True, sliding_window=16, max_window_layers=1).path
-    with pytest.raises(
-        UnsupportedError, match=r"\['sliding_attention'\] \(sliding_window 16, use_sliding_window True\)"
-    ):
-        load_model_config(path)
+    assert load_model_config(path).windows == (None, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            UnsupportedError,
+            (
+                r"layer_types \['chunked_attention'\] \(sliding_window 16\) are not implemented for Qwen2.*; "
+                "known: full_attention, sliding_attention"
+            ),
+        ),
+        ({"sliding_window": 0}, ConfigError, "sliding_window must be a positive integer, got 0"),
+        ({"layer_types": ["sliding_attention"]}, ConfigError, "layer_types"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(
+    read: Callable[..., Any], changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True}
+    with pytest.raises(error, match=message):
+        read({**qwen, "sliding_window": 16, "max_window_layers": 1, **changes})
+
+
+def test_windows_of_a_family_without_them_are_refused(read: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"layer_types \['sliding_attention'\] .* LlamaForCausalLM"):
+        read({"layer_types": ["sliding_attention"] * 2, "sliding_window": 16})
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
@@ -160,9 +185,7 @@ def test_a_sliding_window_that_no_layer_uses_is_accepted(
     switched_off = make_checkpoint(
         family, use_sliding_window=False, sliding_window=16, max_window_layers=1
     ).path
-    assert (
-        load_model_config(unused).num_hidden_layers == load_model_config(switched_off).num_hidden_layers == 3
-    )
+    assert load_model_config(unused).windows == load_model_config(switched_off).windows == ()
 
 
 def test_partial_rotary_embedding_is_refused(read: Callable[..., Any]) -> None:

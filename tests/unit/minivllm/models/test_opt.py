@@ -82,8 +82,10 @@ def test_positions_start_at_the_third_row_and_end_at_the_last(make_checkpoint: C
         def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
             del layer, k, v
 
-        def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-            del layer, scale
+        def attend(
+            self, layer: int, q: torch.Tensor, scale: float, window: int | None = None
+        ) -> torch.Tensor:
+            del layer, scale, window
             return torch.zeros_like(q).flatten(1)
 
     def run(position: int) -> torch.Tensor:
