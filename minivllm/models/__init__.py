@@ -38,6 +38,11 @@ MODELS.register("LlamaForCausalLM", "minivllm.models.llama:LlamaForCausalLM")
 MODELS.register("OPTForCausalLM", "minivllm.models.opt:OPTForCausalLM")
 MODELS.register("Qwen2ForCausalLM", "minivllm.models.qwen2:Qwen2ForCausalLM")
 MODELS.register("Qwen3ForCausalLM", "minivllm.models.qwen3:Qwen3ForCausalLM")
+MODELS.register("Qwen2VLForConditionalGeneration", "minivllm.models.qwen2_vl:Qwen2VLForConditionalGeneration")
+MODELS.register(
+    "Qwen2_5_VLForConditionalGeneration", "minivllm.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration"
+)
+MODELS.register("Qwen3VLForConditionalGeneration", "minivllm.models.qwen3_vl:Qwen3VLForConditionalGeneration")
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
