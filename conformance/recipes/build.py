@@ -9,11 +9,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from conformance.recipes.blip2 import BLIP2_RECIPES
 from conformance.recipes.initialise import initialise
 from conformance.recipes.llama import LLAMA_RECIPES
 from conformance.recipes.qwen import QWEN_RECIPES
 from conformance.recipes.qwen_vl import QWEN_VL_RECIPES
-from conformance.recipes.recipe import MAX_POSITIONS, TINY, MechanicsRecipe
+from conformance.recipes.recipe import MechanicsRecipe
+from conformance.recipes.smolvlm import SMOLVLM_RECIPES
 from conformance.recipes.tokenizer import text_tokenizer, wrap
 
 __all__ = ["MECHANICS", "build", "make_model", "make_tokenizer", "sha256_of", "write_checkpoint"]
@@ -25,6 +27,8 @@ MECHANICS: Mapping[str, MechanicsRecipe] = {
         LLAMA_RECIPES,
         QWEN_RECIPES,
         QWEN_VL_RECIPES,
+        SMOLVLM_RECIPES,
+        BLIP2_RECIPES,
     )
     for recipe in family
 }
@@ -37,7 +41,7 @@ def make_model(recipe: MechanicsRecipe, seed: int | None = None) -> Any:
     model_class = getattr(transformers, recipe.architecture)
     special = recipe.special
     decoder = {
-        **TINY,
+        **recipe.shape,
         **recipe.config,
         "bos_token_id": special.ids[special.bos] if special.bos else None,
         "eos_token_id": special.ids[recipe.end_tokens[0]],
@@ -70,10 +74,11 @@ def make_tokenizer(recipe: MechanicsRecipe) -> Any:
     return wrap(
         text_tokenizer(special),
         chat_template=recipe.chat_template,
-        max_length=MAX_POSITIONS,
+        max_length=recipe.shape["max_position_embeddings"],
         bos_token=special.bos,
         eos_token=recipe.end_tokens[0],
         pad_token=special.pad,
+        extra_special_tokens=dict(recipe.vision.tokens) if recipe.vision and recipe.vision.tokens else None,
     )
 
 

@@ -31,6 +31,24 @@ _TIED_EMBEDDING_STD = 0.1
 _TIED_FINAL_NORM = 8.0
 _SPECIAL_SCALE = 0.25
 
+#: Where the decoder of a vision-language model is.
+_DECODERS = ("model.language_model.", "model.text_model.", "language_model.model.")
+
+_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn_layer_norm", "final_layer_norm")
+_MATRICES = ("v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "fc1", "fc2")
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+
+#: Parameters of a tower that are added to its rows, or are rows.
+_LIKE_TOKENS = (
+    "class_embedding",
+    "cls_token",
+    "image_newline",
+    "pos_embed",
+    "position_embedding",
+    "position_embeddings",
+    "query_tokens",
+)
+
 
 def standard_normal(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Almost normal numbers, mean 0 and variance 1, equal on every machine.
@@ -60,23 +78,25 @@ def initialise(model: nn.Module, seed: int, *, special_ids: Collection[int] = ()
     Raises:
         ValueError: a parameter has a name this recipe has no rule for.
     """
-    tied = bool(model.config.tie_word_embeddings)  # type: ignore[union-attr]  # a Transformers config
-    qk_norm = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
+    names = [name for name, _ in model.named_parameters()]
+    prefix = next((p for p in _DECODERS if any(name.startswith(p) for name in names)), "model.")
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight  # type: ignore[operator]
+    qk_norm = any(name.endswith("q_norm.weight") for name in names)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             z = standard_normal(seed, name, tuple(parameter.shape))
-            inner = _name_in_decoder(name)
+            inner = _name_in_decoder(name, prefix)
             value = _scaled_tower(name, z) if inner is None else _scaled(inner, z, tied=tied, qk_norm=qk_norm)
-            if inner == ("model.embed_tokens.weight" if tied else "lm_head.weight"):
+            if inner in (_EMBEDDINGS if tied else ("lm_head.weight",)):
                 value[sorted(special_ids)] *= _SPECIAL_SCALE
             parameter.copy_(torch.from_numpy(value).to(parameter.dtype))
 
 
-def _name_in_decoder(name: str) -> str | None:
+def _name_in_decoder(name: str, prefix: str) -> str | None:
     """What the parameter `name` would be called in a model of text; None: it belongs to the vision side."""
-    if name.startswith("model.language_model."):
-        return "model." + name.removeprefix("model.language_model.")
-    return None if name.startswith("model.visual.") else name
+    if name.startswith(prefix):
+        return "model." + name.removeprefix(prefix)
+    return name if name == "lm_head.weight" or prefix == "model." else None
 
 
 def _scaled_tower(name: str, z: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -84,16 +104,18 @@ def _scaled_tower(name: str, z: NDArray[np.float64]) -> NDArray[np.float64]:
     if name.endswith(".bias"):
         return 0.1 * z
     kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
-    if z.ndim == 1 and any(word in kind for word in ("norm", "ln_q")):
+    if z.ndim == 1 and any(word in kind.lower() for word in ("norm", "ln_q", "lambda_")):
         return 1 + 0.2 * z
-    if kind == "pos_embed":
+    if kind in _LIKE_TOKENS:
         return z
-    if z.ndim not in (2, 5):  # a matrix, or a convolution over patches
+    if z.ndim not in (2, 4, 5):  # a matrix, or a convolution over patches
         raise ValueError(f"no rule for parameter {name!r} of shape {z.shape}; add one to initialise.py")
     fan_in = math.prod(z.shape[1:])
     value = _MATRIX_GAIN / math.sqrt(fan_in) * z
     if kind == "qkv":
         value[: 2 * fan_in] *= _ATTENTION_GAIN / _MATRIX_GAIN  # the rows of q and k
+    if kind in ("q_proj", "k_proj", "query", "key"):
+        value *= _ATTENTION_GAIN / _MATRIX_GAIN
     return value
 
 
@@ -103,12 +125,12 @@ def _scaled(name: str, z: NDArray[np.float64], *, tied: bool, qk_norm: bool) -> 
         return 0.1 * z
     if kind in ("q_norm", "k_norm"):
         return _QK_NORM * (1 + 0.2 * z)
-    if name == "model.norm.weight":
+    if name in ("model.norm.weight", "model.decoder.final_layer_norm.weight"):
         # A tied model needs small embeddings (else it repeats its input) and makes up for it here.
         return (_TIED_FINAL_NORM if tied else 1.0) * (1 + 0.2 * z)
-    if kind in ("input_layernorm", "post_attention_layernorm"):
+    if kind in _NORMS:
         return 1 + 0.2 * z
-    if kind == "embed_tokens":
+    if kind in ("embed_tokens", "embed_positions"):
         return (_TIED_EMBEDDING_STD if tied else 1.0) * z
     if z.ndim != 2:
         raise ValueError(f"no rule for parameter {name!r} of shape {z.shape}; add one to initialise.py")
@@ -117,6 +139,6 @@ def _scaled(name: str, z: NDArray[np.float64], *, tied: bool, qk_norm: bool) -> 
         return _LOGIT_STD / math.sqrt(fan_in) * z
     if kind in ("q_proj", "k_proj"):
         return (1.0 if qk_norm else _ATTENTION_GAIN) / math.sqrt(fan_in) * z
-    if kind in ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+    if kind in _MATRICES:
         return _MATRIX_GAIN / math.sqrt(fan_in) * z
     raise ValueError(f"no rule for parameter {name!r} of shape {z.shape}; add one to initialise.py")

@@ -36,11 +36,13 @@ class VisionParts:
         config: other fields of the outer config, such as the ids of placeholders.
         processor: content of processor_config.json. Written out, not made by a processor object:
             some processor classes cannot be made without torchvision.
+        tokens: special tokens that the processor looks up: attribute of the tokenizer → token.
     """
 
     vision_config: Mapping[str, Any]
     processor: Mapping[str, Any]
     config: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +53,13 @@ class MechanicsRecipe:
         name: directory name below golden/checkpoints.
         summary: what it is there to show, in one line.
         architecture: Transformers class name.
-        config: fields of its config, beyond TINY; of the decoder's, if it has `vision`.
+        config: fields of its config, beyond `shape`; of the decoder's, if it has `vision`.
         special: special tokens; their ids follow the BPE vocabulary.
         end_tokens: tokens that end generation, for generation_config.json; the first is also the
             config's own.
-        chat_template: Jinja source.
+        chat_template: Jinja source; None for families that have none.
         seed: found by `conformance.recipes.search`, kept so that a rebuild needs no search.
+        shape: fields of the config that make it small; others for decoders that call them otherwise.
         vision: the rest of a vision-language model; None: a model of text.
     """
 
@@ -66,6 +69,7 @@ class MechanicsRecipe:
     config: Mapping[str, Any]
     special: SpecialTokens
     end_tokens: tuple[str, ...]
-    chat_template: str
+    chat_template: str | None
     seed: int
+    shape: Mapping[str, Any] = field(default_factory=lambda: TINY)
     vision: VisionParts | None = None

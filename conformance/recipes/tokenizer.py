@@ -102,17 +102,16 @@ def word_tokenizer(words: Sequence[str], special: Sequence[str], *, unk: str, bo
     return tokenizer
 
 
-def wrap(tokenizer: Tokenizer, *, chat_template: str, max_length: int, **tokens: str | None) -> Any:
-    """Make the Transformers tokenizer that `save_pretrained` writes."""
+def wrap(tokenizer: Tokenizer, *, chat_template: str | None, max_length: int, **tokens: Any) -> Any:
+    """Make the Transformers tokenizer that `save_pretrained` writes; what is None is left out."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=chat_template,
         model_max_length=max_length,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        **{name: token for name, token in tokens.items() if token is not None},
+        **{k: v for k, v in {"chat_template": chat_template, **tokens}.items() if v is not None},
     )
 
 

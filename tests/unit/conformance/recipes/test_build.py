@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from conformance.recipes.build import MECHANICS, build, make_model, make_tokenizer, sha256_of
+from conformance.recipes.tokenizer import NUM_BPE_TOKENS
 
 VISION = sorted(name for name, recipe in MECHANICS.items() if recipe.vision is not None)
 
@@ -85,7 +86,7 @@ def test_tokenizer_json_alone_says_what_transformers_does(name: str, checkpoints
     made = make_tokenizer(MECHANICS[name])
     for text in TEXTS:
         assert loaded.encode(text) == raw.encode(text).ids == made.encode(text)
-    assert len(loaded) == 448
+    assert len(loaded) == NUM_BPE_TOKENS + len(MECHANICS[name].special.tokens)
     assert loaded.padding_side == "left"
 
 

@@ -88,6 +88,29 @@ def test_the_decoder_of_a_vision_language_model_follows_the_rules_of_text() -> N
     )
 
 
+def test_what_is_a_row_of_a_tower_is_as_large_as_a_token() -> None:
+    model = make_model(MECHANICS["tiny-blip2"])
+    embeddings = model.vision_model.embeddings
+    for rows in (model.query_tokens, embeddings.class_embedding, embeddings.position_embedding):
+        assert rows.std().item() == pytest.approx(1, rel=0.3)
+
+
+def test_the_decoder_of_blip2_is_tied_so_its_embeddings_are_small() -> None:
+    decoder = make_model(MECHANICS["tiny-blip2"]).language_model.model.decoder
+    assert decoder.embed_tokens.weight[:440].std().item() == pytest.approx(0.1, rel=0.05)
+    assert decoder.embed_positions.weight.std().item() == pytest.approx(0.1, rel=0.05)
+    assert decoder.final_layer_norm.weight.mean().item() == pytest.approx(8, rel=0.1)
+    assert decoder.embed_tokens.weight[440:].std() < 0.4 * decoder.embed_tokens.weight[:440].std()
+
+
+@pytest.mark.parametrize("name", ["tiny-smolvlm", "tiny-blip2"])
+def test_no_vector_of_a_vision_language_model_is_neutral(name: str) -> None:
+    for key, parameter in make_model(MECHANICS[name]).named_parameters():
+        if parameter.ndim == 1:
+            neutral = 0.0 if key.endswith(".bias") else 1.0
+            assert (parameter - neutral).abs().mean() > 0.05, key
+
+
 def test_a_parameter_of_a_tower_without_a_rule_is_refused() -> None:
     model = make_model(MECHANICS["tiny-qwen2-vl"])
     model.model.visual.scale = nn.Parameter(torch.ones(3))

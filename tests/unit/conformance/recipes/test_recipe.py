@@ -21,17 +21,18 @@ def test_query_heads_share_kv_heads() -> None:
 
 def test_every_recipe_fills_the_vocabulary_with_its_special_tokens() -> None:
     for recipe in MECHANICS.values():
-        assert max(recipe.special.ids.values()) == TINY["vocab_size"] - 1
+        assert max(recipe.special.ids.values()) == {**recipe.shape, **recipe.config}["vocab_size"] - 1
         assert set(recipe.end_tokens) <= set(recipe.special.tokens)
 
 
 def test_a_small_rope_base_makes_every_position_count() -> None:
     for recipe in MECHANICS.values():
-        assert 100 <= recipe.config["rope_parameters"]["rope_theta"] <= 1000
+        if recipe.config.get("model_type") != "opt":  # which learns its positions
+            assert 100 <= recipe.config["rope_parameters"]["rope_theta"] <= 1000
 
 
 def test_scaled_ropes_reach_the_stated_length() -> None:
     for recipe in MECHANICS.values():
-        rope = recipe.config["rope_parameters"]
+        rope = recipe.config.get("rope_parameters", {})
         if "original_max_position_embeddings" in rope:
             assert rope["factor"] * rope["original_max_position_embeddings"] == MAX_POSITIONS

@@ -42,3 +42,15 @@ def test_search_returns_the_best_first() -> None:
     results = search(recipe, [0, 1])
     assert {r.seed for r in results} == {0, 1}
     assert results[0] > results[1]
+
+
+def test_models_with_eyes_are_scored_on_pictures_too() -> None:
+    recipe = MECHANICS["tiny-smolvlm"]
+    found = score(recipe, recipe.seed, max_tokens=2)
+    assert len(found.distinct) == len(module.SEARCH_PROMPTS) + 4  # two pictures, alone and in both orders
+
+
+def test_blip2_gets_one_picture_a_prompt_and_text_without_any() -> None:
+    recipe = MECHANICS["tiny-blip2"]
+    found = score(recipe, recipe.seed, max_tokens=2)
+    assert len(found.distinct) == len(module.SEARCH_PROMPTS) + 2
