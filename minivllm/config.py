@@ -133,6 +133,8 @@ class RopeConfig:
             original length), or "factors" (divisors from a GGUF file).
         theta: base of the frequencies.
         parameters: the remaining fields of the config for this kind (factor, …).
+        rotary_fraction: the part of a head's dimensions that turns (`partial_rotary_factor`); the
+            first ones, rounded down.
         mrope_section: how many frequencies follow the (time, height, width) position of a token
             in multimodal rope; () for ordinary rope.
         mrope_interleaved: whether the axes take turns (Qwen3-VL) or come in sections (Qwen2-VL).
@@ -141,6 +143,7 @@ class RopeConfig:
     kind: str = "default"
     theta: float = 10000.0
     parameters: tuple[tuple[str, Any], ...] = ()
+    rotary_fraction: float = 1.0
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
 
@@ -153,6 +156,8 @@ class ModelConfig:
     registry. `rope` is None where positions are learned embeddings. `dtype` is the checkpoint's own.
     `eos_token_ids` unites config and generation_config. `windows` says for each layer how many
     positions a token sees, its own included (None: all before it); () if no layer has a window.
+    `local_rope` is the rope of the layers with a window, if it is another. `details` is what only
+    this decoder's family has, a frozen dataclass of its own.
 
     Of a vision-language model this is the decoder inside it, whose `model_type` is
     `text_model_type`; `vision` is whatever its family reads about the rest, None for a decoder.
@@ -179,6 +184,8 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...] = ()
+    local_rope: RopeConfig | None = None
+    details: Any = None
     text_model_type: str = ""
     vision: Any = None
 

@@ -55,6 +55,10 @@ class Ops(Protocol):
         """Root mean square norm over the last axis, in float32 inside; x [..., dim], weight [dim]."""
         ...
 
+    def rms_norm_plus_one(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`rms_norm` with 1 + weight for weight, and float32 until after the product (Gemma's norm)."""
+        ...
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """Mean and variance norm over the last axis; x [..., dim], weight [dim], bias [dim]."""
         ...
@@ -77,6 +81,10 @@ class Ops(Protocol):
 
     def relu(self, x: Tensor) -> Tensor:
         """max(x, 0), element by element."""
+        ...
+
+    def tanh(self, x: Tensor) -> Tensor:
+        """Hyperbolic tangent, element by element."""
         ...
 
     def log_softmax(self, logits: Tensor) -> Tensor:

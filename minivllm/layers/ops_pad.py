@@ -24,7 +24,7 @@ __all__ = ["PadOps"]
 class PadOps(TorchOps):
     """TorchOps in shapes and formulas that do not depend on the batch.
 
-    The norms, relu and log_softmax of TorchOps treat one row at a time and need no change.
+    The norms, relu, tanh and log_softmax of TorchOps treat one row at a time and need no change.
 
     Attributes:
         report: what the start-up probe found; None until `prepare`.

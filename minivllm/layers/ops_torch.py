@@ -37,6 +37,11 @@ class TorchOps:
         variance = wide.pow(2).mean(-1, keepdim=True)
         return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
 
+    def rms_norm_plus_one(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.float32)
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return (normed * (1.0 + weight.to(torch.float32))).to(x.dtype)
+
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
@@ -54,6 +59,9 @@ class TorchOps:
 
     def relu(self, x: Tensor) -> Tensor:
         return F.relu(x)
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(logits.to(torch.float32), dim=-1)

@@ -210,6 +210,7 @@ def _probe_row_wise(widths: Sequence[int], dtype: torch.dtype, device: torch.dev
             ("gelu", x, stable_gelu),
             ("gelu_tanh", x, stable_gelu_tanh),
             ("quick_gelu", x, stable_quick_gelu),
+            ("tanh", x, torch.tanh),
             ("layer_norm", x, lambda t: F.layer_norm(t, t.shape[-1:])),
             ("mean of squares", wide, lambda t: t.pow(2).mean(-1, keepdim=True)),
             ("log_softmax", wide, lambda t: torch.log_softmax(t, dim=-1)),

@@ -34,6 +34,9 @@ __all__ = [
 MODELS: Registry[type[DecoderModel] | type[VisionLanguageModel]] = Registry(
     "model", entry_point_group="minivllm.models"
 )
+MODELS.register("Gemma3ForCausalLM", "minivllm.models.gemma3:Gemma3ForCausalLM")
+MODELS.register("Glm4ForCausalLM", "minivllm.models.glm4:Glm4ForCausalLM")
+MODELS.register("GlmForCausalLM", "minivllm.models.glm:GlmForCausalLM")
 MODELS.register("LlamaForCausalLM", "minivllm.models.llama:LlamaForCausalLM")
 MODELS.register("OPTForCausalLM", "minivllm.models.opt:OPTForCausalLM")
 MODELS.register("Qwen2ForCausalLM", "minivllm.models.qwen2:Qwen2ForCausalLM")

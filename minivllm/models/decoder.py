@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.attention.base import PlannedAttention
-from minivllm.config import ModelConfig
+from minivllm.config import ModelConfig, RopeConfig
 from minivllm.layers.ops import Ops
 from minivllm.layers.rope import RopeTable
 from minivllm.models.base import LanguageModel, Observer
@@ -25,7 +25,7 @@ __all__ = ["DecoderModel"]
 Rotation = tuple[Tensor, Tensor]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x` [rows, heads, head_dim] by `cos`, `sin` [rows, head_dim]; halves are the pairs."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -34,6 +34,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class Attention(nn.Module):
     """Grouped-query self-attention; the backend owns the KV cache and the softmax."""
+
+    #: Of the queries and keys, where there is one.
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, config: ModelConfig, layer: int, **kw: Any) -> None:
         super().__init__()
@@ -49,8 +52,13 @@ class Attention(nn.Module):
         self.v_proj = Linear(hidden, kv_size, bias=config.attention_bias, **kw)
         self.o_proj = Linear(q_size, hidden, bias=config.attention_output_bias, **kw)
         # one weight vector for all heads: the norm is over head_dim, not over the projection
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, **kw) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, **kw) if config.qk_norm else None
+        norm, eps = self.norm_class, config.rms_norm_eps
+        self.q_norm = norm(config.head_dim, eps, **kw) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim, eps, **kw) if config.qk_norm else None
+
+    def rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Turn queries or keys [rows, heads, head_dim] by their positions."""
+        return rotate_halves(x, *rotation)
 
     def forward(self, x: Tensor, rotation: Rotation, attention: PlannedAttention) -> Tensor:
         """[rows, hidden] → [rows, hidden]; writes this layer's K and V of these rows first."""
@@ -59,14 +67,14 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        q, k = self.rotate(q, rotation), self.rotate(k, rotation)
         attention.write(self.layer, k, v)
         output: Tensor = self.o_proj(attention.attend(self.layer, q, self.scale, self.window))
         return output
 
 
 class MLP(nn.Module):
-    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+    """Gated linear unit with SiLU (https://arxiv.org/abs/2002.05202), or another activation."""
 
     def __init__(self, config: ModelConfig, **kw: Any) -> None:
         super().__init__()
@@ -76,21 +84,30 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden, inner, bias=bias, **kw)
         self.down_proj = Linear(inner, hidden, bias=bias, **kw)
 
+    def activate(self, gate: Tensor) -> Tensor:
+        """[rows, inner] → [rows, inner]."""
+        return self.ops.silu(gate)
+
     def forward(self, x: Tensor) -> Tensor:
         """[rows, hidden] → [rows, hidden]."""
-        output: Tensor = self.down_proj(self.ops.silu(self.gate_proj(x)) * self.up_proj(x))
+        output: Tensor = self.down_proj(self.activate(self.gate_proj(x)) * self.up_proj(x))
         return output
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm residual block: attention, then MLP."""
+    """Pre-norm residual block: attention, then MLP. A family names its own parts."""
+
+    attention_class: ClassVar[type[Attention]] = Attention
+    mlp_class: ClassVar[type[nn.Module]] = MLP
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, config: ModelConfig, layer: int, **kw: Any) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer, **kw)
-        self.mlp = MLP(config, **kw)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+        norm, size, eps = self.norm_class, config.hidden_size, config.rms_norm_eps
+        self.self_attn = self.attention_class(config, layer, **kw)
+        self.mlp = self.mlp_class(config, **kw)
+        self.input_layernorm = norm(size, eps, **kw)
+        self.post_attention_layernorm = norm(size, eps, **kw)
 
     def forward(self, x: Tensor, rotation: Rotation, attention: PlannedAttention) -> Tensor:
         """[rows, hidden] → [rows, hidden]."""
@@ -113,12 +130,12 @@ class Stack(nn.Module):
 class Body(Stack):
     """The usual stack; exists so that parameters are called "model.…"."""
 
-    def __init__(self, config: ModelConfig, **kw: Any) -> None:
+    def __init__(self, config: ModelConfig, layer_class: type[DecoderLayer], **kw: Any) -> None:
         super().__init__()
         placement = {"dtype": kw["dtype"], "device": kw["device"]}
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placement)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, **kw) for i in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kw)
+        self.layers = nn.ModuleList(layer_class(config, i, **kw) for i in range(config.num_hidden_layers))
+        self.norm = layer_class.norm_class(config.hidden_size, config.rms_norm_eps, **kw)
 
     def finish(self, hidden: Tensor) -> Tensor:
         normed: Tensor = self.norm(hidden)
@@ -145,6 +162,10 @@ class DecoderModel(LanguageModel):
     gguf_permutes_qk: ClassVar[bool] = False
     #: `hidden_act` values that this family computes.
     activations: ClassVar[tuple[str, ...]] = ("silu",)
+    #: Whether only a part of each head may turn; else a smaller part is refused.
+    partial_rotary: ClassVar[bool] = False
+    #: What the layers are.
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
     #: Whether layers of the type "sliding_attention" see a window; else they are refused.
     sliding_windows: ClassVar[bool] = False
 
@@ -164,22 +185,28 @@ class DecoderModel(LanguageModel):
         self.ops = ops
         self.max_model_len = max_model_len or config.max_position_embeddings
         if config.rope is not None:
-            self.rope = RopeTable(
-                config.rope,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_position_embeddings,
-                max_model_len=self.max_model_len,
-                device=device,
-            )
+            self.rope = self.make_rope(config.rope, device)
+        if config.local_rope is not None:
+            self.local_rope = self.make_rope(config.local_rope, device)
         self.model = self.make_body(config, **kw)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, **kw)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.stack.embed_tokens.weight
         self.eval()
 
+    def make_rope(self, rope: RopeConfig, device: torch.device) -> RopeTable:
+        """The table for the part of a head that turns."""
+        return RopeTable(
+            rope,
+            head_dim=int(self.config.head_dim * rope.rotary_fraction),
+            max_position_embeddings=self.config.max_position_embeddings,
+            max_model_len=self.max_model_len,
+            device=device,
+        )
+
     def make_body(self, config: ModelConfig, **kw: Any) -> nn.Module:
         """What is called "model" in the checkpoint."""
-        return Body(config, **kw)
+        return Body(config, self.layer_class, **kw)
 
     @property
     def embedding_name(self) -> str:
@@ -200,6 +227,11 @@ class DecoderModel(LanguageModel):
     def standard_values(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """The values of config.json under the names that most families use."""
         return values
+
+    @classmethod
+    def read_details(cls, values: Mapping[str, Any]) -> Any:  # noqa: ARG003 - most have none
+        """What only this family has in config.json, as a frozen dataclass; None if nothing."""
+        return None
 
     @classmethod
     def config_flags(cls, values: Mapping[str, Any]) -> dict[str, bool]:
@@ -249,8 +281,16 @@ class DecoderModel(LanguageModel):
         Args:
             positions: as in `forward`.
         """
-        cos, sin = self.rope.cos_sin(positions)
-        return [(cos.to(self.dtype), sin.to(self.dtype))] * len(self.stack.layers)
+        rotation = self.rotation(self.rope, positions)
+        if self.config.local_rope is None or not self.config.windows:
+            return [rotation] * len(self.stack.layers)
+        local = self.rotation(self.local_rope, positions)
+        return [rotation if window is None else local for window in self.config.windows]
+
+    def rotation(self, rope: RopeTable, positions: Tensor) -> Rotation:
+        """Cosines and sines in the form that the layers want."""
+        cos, sin = rope.cos_sin(positions)
+        return cos.to(self.dtype), sin.to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] (normed) → [rows, vocab]."""

@@ -74,6 +74,7 @@ def read_config(directory: Path, models: Models) -> ModelConfig:
     if (problem := decoder.unsupported(text)) is not None:
         raise UnsupportedError(f"{where}: {problem} is not implemented for {decoder.__name__}")
     values = decoder.standard_values(text)
+    local_rope = values.get("local_rope_parameters")
     generation = directory / "generation_config.json"
     more_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
     config = ModelConfig(
@@ -86,7 +87,7 @@ def read_config(directory: Path, models: Models) -> ModelConfig:
         num_key_value_heads=values["num_key_value_heads"],
         head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
         rms_norm_eps=values["rms_norm_eps"],
-        rope=_rope(values["rope_parameters"], where, family) if values["rope_parameters"] else None,
+        rope=_rope(values["rope_parameters"], where, family, decoder) if values["rope_parameters"] else None,
         max_position_embeddings=values["max_position_embeddings"],
         # Transformers ties by the outer configuration where that has a say.
         tie_word_embeddings=bool(whole.get("tie_word_embeddings", values.get("tie_word_embeddings"))),
@@ -95,6 +96,8 @@ def read_config(directory: Path, models: Models) -> ModelConfig:
         bos_token_id=values.get("bos_token_id"),
         eos_token_ids=as_ids((values.get("eos_token_id"), more_eos)),
         windows=_windows(values, decoder, where),
+        local_rope=_rope(local_rope, where, family, decoder) if local_rope else None,
+        details=decoder.read_details(values),
         text_model_type=text["model_type"] if text is not whole else "",
         vision=family.read_vision(whole) if issubclass(family, VisionLanguageModel) else None,
         **decoder.config_flags(values),
@@ -192,7 +195,10 @@ def _windows(values: Mapping[str, Any], decoder: type[DecoderModel], where: Path
 
 
 def _rope(
-    parameters: Mapping[str, Any], where: Path, family: type[DecoderModel] | type[VisionLanguageModel]
+    parameters: Mapping[str, Any],
+    where: Path,
+    family: type[DecoderModel] | type[VisionLanguageModel],
+    decoder: type[DecoderModel],
 ) -> RopeConfig:
     """Split `rope_parameters` into kind, theta and the rest."""
     rest = dict(parameters)
@@ -204,14 +210,21 @@ def _rope(
     rest.pop("type", None)  # the older spelling of rope_type, kept beside it by Transformers
     theta = rest.pop("rope_theta")
     partial = rest.pop("partial_rotary_factor", None)
-    if partial not in (None, 1, 1.0):
-        raise UnsupportedError(f"{where}: partial_rotary_factor {partial} is not implemented; it must be 1")
+    if partial is None:
+        partial = 1.0
+    if partial != 1 and not decoder.partial_rotary:
+        raise UnsupportedError(
+            f"{where}: partial_rotary_factor {partial} is not implemented for {decoder.__name__}; only 1 is"
+        )
+    if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
+        raise ConfigError(f"{where}: partial_rotary_factor must be above 0 and at most 1, got {partial!r}")
     return RopeConfig(
         kind=kind,
         theta=theta,
         parameters=tuple(
             (name, tuple(value) if isinstance(value, list) else value) for name, value in sorted(rest.items())
         ),
+        rotary_fraction=float(partial),
         mrope_section=section,
         mrope_interleaved=bool(section)
         and issubclass(family, VisionLanguageModel)

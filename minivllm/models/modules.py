@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from minivllm.errors import UnsupportedError
 from minivllm.layers.ops import Ops
 
-__all__ = ["ACTIVATIONS", "Activation", "Embedding", "LayerNorm", "Linear", "RMSNorm", "new_parameter"]
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "RMSNormPlusOne",
+    "new_parameter",
+]
 
 #: `hidden_act` of a Transformers config → the operation of `Ops`.
 ACTIVATIONS: Mapping[str, str] = {
@@ -63,6 +72,14 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[…, size] → […, size]."""
         return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class RMSNormPlusOne(RMSNorm):
+    """Root-mean-square norm that multiplies by 1 + weight, float32 until after the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, size] → […, size]."""
+        return self.ops.rms_norm_plus_one(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

@@ -60,6 +60,11 @@ def test_every_implementation_agrees_with_float64(name: str, dtype: torch.dtype,
         "gelu": (ops.gelu(x), F.gelu(wide)),
         "gelu_tanh": (ops.gelu_tanh(x), F.gelu(wide, approximate="tanh")),
         "quick_gelu": (ops.quick_gelu(x), wide * torch.sigmoid(1.702 * wide)),
+        "tanh": (ops.tanh(x), torch.tanh(wide)),
+        "norm + 1": (
+            ops.rms_norm_plus_one(x, g, 1e-5),
+            (1 + g.double()) * wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt(),
+        ),
         "relu": (ops.relu(x), wide.clamp(min=0)),
         "layer_norm": (
             ops.layer_norm(x, g, h, 1e-5),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -29,6 +30,15 @@ def test_rms_norm_has_the_bits_of_transformers(
         norm.weight.copy_(rows(dtype, shape[-1]))
         x = rows(dtype, *shape)
         assert torch.equal(TorchOps().rms_norm(x, norm.weight, 1e-5), norm(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_with_one_added_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
+    norm = Gemma3RMSNorm(100, eps=1e-5).to(dtype)
+    with torch.inference_mode():
+        norm.weight.copy_(rows(dtype, 100))
+        x = rows(dtype, 5, 4, 100)
+        assert torch.equal(TorchOps().rms_norm_plus_one(x, norm.weight, 1e-5), norm(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,22 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+#: What a family needs beyond SHAPE.
+FAMILY: dict[str, dict[str, Any]] = {
+    "Gemma3": {
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "Glm": {"pad_token_id": 2},
+    "Glm4": {"pad_token_id": 2},
+    "OPT": {"word_embed_proj_dim": 48, "ffn_dim": 80, "dropout": 0.0},
+}
+
 
 class Checkpoint(NamedTuple):
     """A saved model and Transformers' own copy of it, eager and in float32."""
@@ -55,7 +72,9 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., Checkpoint]:
     """`make_checkpoint("Llama", mlp_bias=True)` → Checkpoint with random, uneven weights."""
 
     def make(family: str, **overrides: Any) -> Checkpoint:
-        config = getattr(transformers, f"{family}Config")(**{**SHAPE, **overrides})
+        config_class = getattr(transformers, f"{family}{'Text' if family == 'Gemma3' else ''}Config")
+        # a copy: some classes write their defaults into the tables they are given
+        config = config_class(**copy.deepcopy({**SHAPE, **FAMILY.get(family, {}), **overrides}))
         config._attn_implementation = "eager"
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         generator = torch.Generator().manual_seed(7)

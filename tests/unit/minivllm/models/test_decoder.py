@@ -20,6 +20,8 @@ CPU = torch.device("cpu")
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+
 #: id → family and config overrides; every flag of ModelConfig is on in one of them.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -54,6 +56,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {}),
+    "glm": ("Glm", {}),
+    "glm-tied-no-bias": ("Glm", {"attention_bias": False, "tie_word_embeddings": True}),
+    "glm-whole-head": ("Glm", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 1.0}}),
+    "glm4": ("Glm4", {}),
+    "gemma3": ("Gemma3", {}),
+    "gemma3-capped": ("Gemma3", {"final_logit_softcapping": 20.0, "attention_bias": True}),
+    "gemma3-all-sliding": ("Gemma3", {"layer_types": ["sliding_attention"] * 3}),
+    "gemma3-all-full": ("Gemma3", {"layer_types": ["full_attention"] * 3}),
+    "opt": ("OPT", {}),
     "qwen2-window": ("Qwen2", {**WINDOW, "max_window_layers": 1}),
     "qwen3-window": ("Qwen3", {**WINDOW, "max_window_layers": 2}),
     "qwen3-bias-tied": ("Qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
@@ -82,7 +93,9 @@ def test_a_whole_prefill_has_the_bits_of_transformers_eager(
     assert torch.equal(ours.logits, theirs.logits[0])
 
 
-@pytest.mark.parametrize("variant", ["llama-biases", "qwen2", "qwen3", "qwen2-window"])
+@pytest.mark.parametrize(
+    "variant", ["llama-biases", "qwen2", "qwen3", "qwen2-window", "glm", "glm4", "gemma3", "opt"]
+)
 def test_decoding_token_by_token_has_the_bits_of_transformers_cached_decode(
     variant: str,
     make_checkpoint: Callable[..., Any],
@@ -99,7 +112,7 @@ def test_decoding_token_by_token_has_the_bits_of_transformers_cached_decode(
     assert torch.equal(ours.logits, torch.cat(theirs))
 
 
-@pytest.mark.parametrize("variant", ["llama-biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama-biases", "qwen2", "qwen3", "glm", "glm4", "gemma3-capped", "opt"])
 def test_in_bfloat16_a_whole_prefill_has_the_bits_of_transformers_eager(
     variant: str,
     make_checkpoint: Callable[..., Any],
@@ -162,7 +175,7 @@ def test_tied_models_share_one_parameter(make_checkpoint: Callable[..., Any]) ->
 
 
 def test_parameters_have_the_names_and_shapes_of_transformers(make_checkpoint: Callable[..., Any]) -> None:
-    for family in ("Llama", "Qwen2", "Qwen3"):
+    for family in ("Llama", "Qwen2", "Qwen3", "Glm", "Glm4", "Gemma3", "OPT"):
         checkpoint = make_checkpoint(family)
         theirs = {name: tuple(p.shape) for name, p in checkpoint.hf.named_parameters()}
         ours = {name: tuple(p.shape) for name, p in load(checkpoint.path).named_parameters()}

@@ -1,4 +1,4 @@
-"""OPT computes what Transformers' eager module computes, and refuses the variants it has not."""
+"""What OPT has of its own; its arithmetic is compared with Transformers in test_decoder.py."""
 
 from __future__ import annotations
 
@@ -8,59 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, OPTForCausalLM
 
 from minivllm.errors import UnsupportedError
 from minivllm.layers.ops_torch import TorchOps
 from minivllm.models import DecoderModel, load_model, load_model_config
-
-#: OPT has names of its own; `head_dim` follows from the rest.
-OPT = {"word_embed_proj_dim": 48, "ffn_dim": 80, "dropout": 0.0}
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
     return load_model(path, dtype=dtype, device="cpu", ops=TorchOps())
 
 
-def test_a_whole_prefill_has_the_bits_of_transformers_eager(
-    make_checkpoint: Callable[..., Any], run_model: Callable[..., Any], token_ids: torch.Tensor
-) -> None:
-    checkpoint = make_checkpoint("OPT", **OPT)
-    ours = run_model(load(checkpoint.path), token_ids)
-    with torch.no_grad():
-        theirs = checkpoint.hf(token_ids[None], output_hidden_states=True)
-    for layer, expected in enumerate(theirs.hidden_states[1:-1]):
-        assert torch.equal(ours.stages[f"hidden.{layer}"], expected[0])
-    assert torch.equal(ours.logits, theirs.logits[0])
-
-
-def test_decoding_token_by_token_has_the_bits_of_transformers_cached_decode(
-    make_checkpoint: Callable[..., Any], run_model: Callable[..., Any], token_ids: torch.Tensor
-) -> None:
-    checkpoint = make_checkpoint("OPT", **OPT)
-    chunks = [30, *[1] * 7]
-    ours = run_model(load(checkpoint.path), token_ids, chunks)
-    cache = DynamicCache(config=checkpoint.hf.config)
-    with torch.no_grad():
-        theirs = [checkpoint.hf(part[None], cache=cache).logits[0] for part in token_ids.split(chunks)]
-    assert torch.equal(ours.logits, torch.cat(theirs))
-
-
-def test_in_bfloat16_a_whole_prefill_has_the_bits_of_transformers_eager(
-    make_checkpoint: Callable[..., Any], run_model: Callable[..., Any], token_ids: torch.Tensor
-) -> None:
-    checkpoint = make_checkpoint("OPT", **OPT)
-    reference = OPTForCausalLM.from_pretrained(
-        checkpoint.path, dtype=torch.bfloat16, attn_implementation="eager"
-    )
-    ours = run_model(load(checkpoint.path, torch.bfloat16), token_ids)
-    with torch.no_grad():
-        assert torch.equal(ours.logits, reference(token_ids[None]).logits[0])
-
-
 def test_parameters_have_the_names_and_shapes_of_transformers(make_checkpoint: Callable[..., Any]) -> None:
     for tied in (True, False):
-        checkpoint = make_checkpoint("OPT", **OPT, tie_word_embeddings=tied)
+        checkpoint = make_checkpoint("OPT", tie_word_embeddings=tied)
         theirs = {name: tuple(p.shape) for name, p in checkpoint.hf.named_parameters()}
         ours = {name: tuple(p.shape) for name, p in load(checkpoint.path).named_parameters()}
         assert ours == theirs
@@ -68,13 +28,13 @@ def test_parameters_have_the_names_and_shapes_of_transformers(make_checkpoint: C
 
 
 def test_the_config_is_read_from_opt_s_own_names(make_checkpoint: Callable[..., Any]) -> None:
-    config = load_model_config(make_checkpoint("OPT", **OPT).path)
+    config = load_model_config(make_checkpoint("OPT").path)
     assert (config.intermediate_size, config.num_key_value_heads, config.head_dim) == (80, 4, 12)
     assert (config.hidden_act, config.rope, config.rms_norm_eps) == ("relu", None, 1e-5)
 
 
 def test_positions_start_at_the_third_row_and_end_at_the_last(make_checkpoint: Callable[..., Any]) -> None:
-    model = load(make_checkpoint("OPT", **OPT).path)
+    model = load(make_checkpoint("OPT").path)
     stack: Any = model.stack
     assert stack.embed_positions.weight.shape == (256 + 2, 48)
 
@@ -113,6 +73,6 @@ def test_positions_start_at_the_third_row_and_end_at_the_last(make_checkpoint: C
 def test_variants_that_are_not_implemented_are_refused_by_name(
     make_checkpoint: Callable[..., Any], changes: dict[str, Any], message: str
 ) -> None:
-    path = make_checkpoint("OPT", **{**OPT, **changes}).path
+    path = make_checkpoint("OPT", **changes).path
     with pytest.raises(UnsupportedError, match=message):
         load_model_config(path)
