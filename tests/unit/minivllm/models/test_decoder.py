@@ -233,8 +233,8 @@ def test_use_ops_reaches_every_linear_norm_and_activation(
     assert ops.calls == {"linear": 3 * 7 + 1, "rms_norm": 3 * 4 + 1, "silu": 3}
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_every_registered_model_can_be_built_on_the_meta_device(
+@pytest.mark.parametrize("name", sorted(n for n in MODELS if issubclass(MODELS.get(n), DecoderModel)))
+def test_every_registered_decoder_can_be_built_on_the_meta_device(
     name: str, make_checkpoint: Callable[..., Any]
 ) -> None:
     config = load_model_config(make_checkpoint(name.removesuffix("ForCausalLM")).path)
