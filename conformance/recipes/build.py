@@ -11,7 +11,9 @@ from typing import Any
 
 from conformance.recipes.blip2 import BLIP2_RECIPES
 from conformance.recipes.initialise import initialise
+from conformance.recipes.internvl import INTERNVL_RECIPES
 from conformance.recipes.llama import LLAMA_RECIPES
+from conformance.recipes.llava import LLAVA_RECIPES
 from conformance.recipes.qwen import QWEN_RECIPES
 from conformance.recipes.qwen_vl import QWEN_VL_RECIPES
 from conformance.recipes.recipe import MechanicsRecipe
@@ -25,6 +27,8 @@ MECHANICS: Mapping[str, MechanicsRecipe] = {
     recipe.name: recipe
     for family in (
         LLAMA_RECIPES,
+        LLAVA_RECIPES,
+        INTERNVL_RECIPES,
         QWEN_RECIPES,
         QWEN_VL_RECIPES,
         SMOLVLM_RECIPES,
