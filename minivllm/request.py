@@ -114,7 +114,8 @@ class MediaItem:
         modality: "image", "video" or "embeds" (embeddings for a whole prompt).
         num_embeddings: rows that the encoder makes of it; what the encoder budget counts.
         data: arguments of the model's `encode` under Transformers' names, such as pixel_values;
-            or {"embeddings": [rows, hidden]} if they were supplied and there is nothing to encode.
+            or {"embeddings": [rows, hidden]} if they were supplied and there is nothing to encode,
+            with {"deepstack": [layers, rows, hidden]} where the model has that.
         patches: which part of the picture each row stands for, one per row; () if unknown.
         facts: for reports: original size and mode, processor class and backend, grid.
     """
@@ -125,6 +126,11 @@ class MediaItem:
     data: Mapping[str, Any]
     patches: tuple[PatchRect, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_supplied(self) -> bool:
+        """Whether its embeddings were given, so that nothing is to be encoded."""
+        return "embeddings" in self.data
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Runs one StepPlan on the model: pack, embed, forward, logits, sample.
+"""Runs one StepPlan on the model: encode media, pack, embed, forward, logits, sample.
 
 All scheduled tokens of a step form one flat batch of rows without padding; the attention backend
 keeps the requests apart. The runner keeps nothing by request: a plan says everything.
@@ -6,8 +6,12 @@ keeps the requests apart. The runner keeps nothing by request: a plan says every
 Stages a request may ask for (`Request.capture`), and what the result then holds for the rows of
 this step, as numpy arrays (float32, positions int64):
 
-    positions      "positions"       [rows]
-    embeddings     "embeddings"      [rows, hidden]
+    positions      "positions"       [rows], or [rows, 3] where the request has multimodal positions
+    embeddings     "embeddings"      [rows, hidden], those of media in their places
+    deepstack      "deepstack.i"     [rows, hidden], added after layer i, 0 at text; of steps with media
+    pixel_values   "pixel_values.j"  what the encoder saw of the request's item j, in a step that
+                                     computes a token of it
+    vision         "vision.j"        [num_embeddings, hidden] of that item, in such a step
     hidden         "hidden.i"        [rows, hidden], after layer i
     logits         "logits"          [1, vocab], in a step that samples
     prompt_logits  "prompt_logits"   [prompt rows, vocab]
@@ -27,11 +31,22 @@ from torch import Tensor
 from minivllm.attention.base import AttentionBackend, AttentionMetadata, PlannedAttention
 from minivllm.attention.kv_cache import KVCache
 from minivllm.errors import InvariantError
+from minivllm.media import MediaStore
 from minivllm.request import Logprob, SampledToken, ScheduledRequest, StepPlan, StepResult
 
 __all__ = ["CAPTURES", "ModelRunner"]
 
-CAPTURES = ("positions", "embeddings", "hidden", "logits", "prompt_logits", "kv")
+CAPTURES = (
+    "positions",
+    "embeddings",
+    "deepstack",
+    "pixel_values",
+    "vision",
+    "hidden",
+    "logits",
+    "prompt_logits",
+    "kv",
+)
 """Names a request may put in `capture`."""
 
 Stages = dict[str, dict[str, NDArray[np.generic]]]
@@ -48,6 +63,7 @@ class Decoder(Protocol):
         positions: Tensor,
         attention: PlannedAttention,
         observe: Callable[[str, Tensor], None] | None,
+        deepstack: Sequence[Tensor],
     ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
@@ -92,13 +108,15 @@ class ModelRunner:
         self._backend = backend
         self._sampler = sampler
         self._device = device
+        self._media = MediaStore(model)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step: swap_out, swap_in and copies, in this order, then one forward pass.
+        """Compute one step: swap_out, swap_in and copies, in this order, evict and encode media,
+        then one forward pass.
 
-        A request whose numbers are not finite is named in `failures` and gets no token, nor do its
-        forks; the others are not touched by it.
+        A request whose numbers are not finite, or whose media cannot be encoded, is named in
+        `failures` and gets no token, nor do its forks; the others are not touched by it.
 
         Raises:
             InvariantError: the plan contradicts itself.
@@ -106,6 +124,7 @@ class ModelRunner:
         self._cache.swap_out(plan.swap_out)
         self._cache.swap_in(plan.swap_in)
         self._cache.copy(plan.copies)
+        self._media.update(plan.evict_media, plan.encode)
         if not plan.requests:
             return StepResult(samples={})
         batch = _Batch(plan.requests, self._device)
@@ -113,15 +132,22 @@ class ModelRunner:
         stages: Stages = {r.request_id: {} for r in plan.requests if r.request.capture}
 
         embeddings = self._model.embed(batch.token_ids)
-        batch.record(stages, "positions", "positions", batch.positions)
+        embeddings, deepstack, failures = self._media.merge(embeddings, plan.requests, batch.first_row)
+        batch.record_positions(stages)
         batch.record(stages, "embeddings", "embeddings", embeddings)
+        for layer, rows in enumerate(deepstack):
+            batch.record(stages, "deepstack", f"deepstack.{layer}", rows)
+        for r in plan.requests:
+            if not r.request.capture.isdisjoint(("pixel_values", "vision")):
+                stages[r.request_id].update(self._media.stages(r))
         hidden = self._model.forward(
             embeddings,
             batch.positions,
             attention,
             lambda name, rows: batch.record(stages, "hidden", name, rows),
+            deepstack,
         )
-        failures = batch.not_finite(hidden)
+        failures = {**batch.not_finite(hidden), **failures}
         samples, prompt_logprobs = self._read_logits(batch, hidden, stages, failures)
         for r in plan.requests:
             if "kv" in r.request.capture:
@@ -228,19 +254,30 @@ class _Batch:
         self.requests = requests
         self.first_row: list[int] = []
         token_ids: list[int] = []
-        positions: list[int] = []
         for r in requests:
             self.first_row.append(len(token_ids))
             token_ids += r.tokens[r.start : r.end]
-            positions += range(r.start, r.end)
         if len(token_ids) != sum(r.num_tokens for r in requests):
             raise InvariantError("the plan schedules tokens that are not known yet")
         self.token_ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
-        self.positions = torch.tensor(positions, dtype=torch.int64, device=device)
+        positions = [_positions(r) for r in requests]
+        if any(rows.ndim == 2 for rows in positions):
+            packed = np.concatenate(
+                [np.broadcast_to(rows, (3, rows.shape[-1])) for rows in positions], axis=1
+            )
+        else:
+            packed = np.concatenate(positions)
+        self.positions = torch.from_numpy(packed).to(device)
 
     def per_request(self, rows: Tensor) -> Iterator[tuple[ScheduledRequest, Tensor]]:
         for r, first in zip(self.requests, self.first_row, strict=True):
             yield r, rows[first : first + r.num_tokens]
+
+    def record_positions(self, stages: Stages) -> None:
+        """Keep each request's positions, rows first, where it asked for them."""
+        for r in self.requests if stages else ():
+            if "positions" in r.request.capture:
+                stages[r.request_id]["positions"] = _positions(r).T.copy()
 
     def record(self, stages: Stages, capture: str, name: str, rows: Tensor) -> None:
         """Keep a copy of each request's rows under `name`, where it asked for `capture`."""
@@ -265,6 +302,16 @@ class _Batch:
                     f"hidden state is not finite (NaN or infinite) at position {position}"
                 )
         return failures
+
+
+def _positions(r: ScheduledRequest) -> NDArray[np.int64]:
+    """Positions of the rows of a request in this step: [rows], or [3, rows] for multimodal rope."""
+    request = r.request
+    if request.positions is None:
+        return np.arange(r.start, r.end, dtype=np.int64)
+    prompt: NDArray[np.int64] = request.positions[:, r.start : min(r.end, r.num_prompt_tokens)]
+    generated = np.arange(max(r.start, r.num_prompt_tokens), r.end, dtype=np.int64) + request.position_delta
+    return np.concatenate([prompt, np.broadcast_to(generated, (3, len(generated)))], axis=1)
 
 
 def _sequences(r: ScheduledRequest) -> list[tuple[str, int]]:

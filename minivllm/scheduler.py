@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from minivllm.admission import Room, check_capacity, check_prompt, most_tokens, seats
-from minivllm.cache import BlockManager, KVSnapshot, PendingCopies, PrefixMatch
+from minivllm.cache import BlockManager, EncoderCache, KVSnapshot, PendingCopies, PrefixMatch
 from minivllm.config import PreemptionMode
 from minivllm.errors import ConfigError, InvariantError, UnknownRequest
 from minivllm.groups import SequenceGroups, forks_when_it_samples, make_child
@@ -78,6 +78,9 @@ class Scheduler:
         max_num_seqs: most requests in one step. A request still to be forked counts n times.
         max_num_batched_tokens: most tokens in one step.
         max_model_len: most tokens of one request, prompt and output.
+        max_encoder_embeddings: most rows of vision embeddings kept at once. A step computes no
+            token whose picture does not fit beside those the step already needs: the chunk ends
+            before it.
         enable_chunked_prefill: off, a prompt is computed in one step. Only a preempted request
             whose prompt and outputs exceed max_num_batched_tokens is still recomputed in chunks,
             as it could not go on otherwise.
@@ -100,6 +103,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_encoder_embeddings: int = 2048,
         enable_chunked_prefill: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
         preemption_mode: PreemptionMode = "recompute",
@@ -110,6 +114,7 @@ class Scheduler:
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_model_len": max_model_len,
+            "max_encoder_embeddings": max_encoder_embeddings,
         }
         problems = [f"{name} must be at least 1, got {value}" for name, value in limits.items() if value < 1]
         if max_preemptions < 0:
@@ -121,6 +126,7 @@ class Scheduler:
         if problems:
             raise ConfigError("; ".join(problems))
         self.block_manager = block_manager
+        self.encoder_cache = EncoderCache(max_encoder_embeddings, trace)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -168,13 +174,18 @@ class Scheduler:
             DuplicateRequest: a live request has this id, or one of those its sequences would have.
             PromptTooLong: no room for one generated token, or (chunked prefill off) the prompt
                 exceeds max_num_batched_tokens.
-            CapacityError: it could outgrow the whole pool, so it might never finish.
-            RequestError: the prompt is empty, or the object has been served already.
+            CapacityError: it could outgrow the whole pool, or an image the encoder cache, so it
+                might never finish.
+            RequestError: the prompt is empty, the object has been served already, or its media
+                spans do not fit its prompt.
         """
         self._groups.refuse_taken(request, self._requests)
         max_chunk = None if self.enable_chunked_prefill else self.max_num_batched_tokens
         check_prompt(request, self.max_model_len, max_chunk)
         check_capacity(request, self.max_model_len, self.block_manager)
+        self.encoder_cache.check(request)
+        if not self.enable_chunked_prefill:
+            self.encoder_cache.check_whole(request)
         order = (request.priority, request.arrival) if self.policy == "priority" else ()
         self._groups.open(request)
         self._enter(request, (*order, self._num_added))
@@ -227,6 +238,10 @@ class Scheduler:
         """Forget all cached blocks, as after a weight update. False while blocks are in use."""
         return self.block_manager.reset_prefix_cache()
 
+    def reset_encoder_cache(self) -> None:
+        """Forget all vision embeddings, as after a weight update; they are dropped in the next step."""
+        self.encoder_cache.clear()
+
     # --- one step ---------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
@@ -241,6 +256,7 @@ class Scheduler:
         self._plan = None
         if not self._requests:
             return None
+        self.encoder_cache.begin()
         scheduled: list[ScheduledRequest] = []
         budget, preempted = self._plan_running(scheduled)
         if not preempted:
@@ -251,8 +267,15 @@ class Scheduler:
                 f" {len(self._waiting)} waiting requests, pool {self.block_manager.counts()}"
             )
         pending = self.block_manager.pending_copies()
+        encode, evict = self.encoder_cache.changes()
         self._plan = StepPlan(
-            self._num_steps, tuple(scheduled), pending.copies, pending.swap_out, pending.swap_in
+            self._num_steps,
+            tuple(scheduled),
+            pending.copies,
+            pending.swap_out,
+            pending.swap_in,
+            encode,
+            evict,
         )
         self._num_steps += 1
         self._trace(Planned(self._plan.step, tuple((s.request_id, s.start, s.num_tokens) for s in scheduled)))
@@ -281,6 +304,7 @@ class Scheduler:
         check_result(plan, current, result)
         self._plan = None
         self.block_manager.copies_done(PendingCopies(plan.swap_out, plan.swap_in, plan.copies))
+        self.encoder_cache.committed()
         changed: list[Request] = []
         for scheduled in current:
             request = scheduled.request
@@ -308,6 +332,7 @@ class Scheduler:
             InvariantError: naming the broken law.
         """
         self.block_manager.check_integrity()
+        self.encoder_cache.check_integrity()
         check_schedule(
             self._requests, self._tickets, self._running, self._waiting, self.max_num_seqs, self.block_manager
         )
@@ -322,7 +347,10 @@ class Scheduler:
         while position < len(self._running) and budget > 0:
             request = self._running[position]
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if self.block_manager.append(request, request.num_computed_tokens + num_tokens):
+            num_tokens = self.encoder_cache.most_tokens(request, request.num_computed_tokens, num_tokens)
+            if num_tokens == 0:  # its picture waits for room; those before it use all there is
+                position += 1
+            elif self.block_manager.append(request, request.num_computed_tokens + num_tokens):
                 scheduled.append(self._schedule(request, num_tokens))
                 budget -= num_tokens
                 position += 1
@@ -346,9 +374,9 @@ class Scheduler:
             prefix = self.block_manager.find_prefix(request)
             start = request.num_computed_tokens or prefix.num_tokens
             remaining = request.num_tokens - start
-            num_tokens = min(remaining, budget)
+            num_tokens = self.encoder_cache.most_tokens(request, start, min(remaining, budget))
             in_one_step = not self.enable_chunked_prefill and remaining <= self.max_num_batched_tokens
-            if in_one_step and num_tokens < remaining:
+            if num_tokens == 0 or (in_one_step and num_tokens < remaining):
                 return
             # All its known tokens must fit, not only this chunk: a prompt let in without room for
             # its end would be thrown out again half computed.
@@ -375,6 +403,7 @@ class Scheduler:
 
     def _schedule(self, request: Request, num_tokens: int) -> ScheduledRequest:
         start = request.num_computed_tokens
+        self.encoder_cache.claim(request, start, num_tokens)
         sample = start + num_tokens == request.num_tokens
         forks = sample and forks_when_it_samples(request)
         return ScheduledRequest(
@@ -393,6 +422,7 @@ class Scheduler:
 
     def _enter(self, request: Request, ticket: Ticket) -> None:
         self._requests[request.request_id] = request
+        self.encoder_cache.join(request)
         self._tickets[request.request_id] = ticket
 
     def _run(self, request: Request) -> None:
@@ -469,6 +499,7 @@ class Scheduler:
         del self._requests[request.request_id]
         del self._tickets[request.request_id]
         self._groups.leave(request.request_id)
+        self.encoder_cache.leave(request)
         self.block_manager.free(request.request_id)
         request.status = status
         request.finish_reason = reason

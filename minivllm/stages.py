@@ -11,6 +11,9 @@ __all__ = ["StageStore"]
 
 Array = NDArray[np.generic]
 
+#: Stages that are not about the rows of one step: KV read back from the cache, whole media items.
+_WHOLE = ("k.", "v.", "pixel_values.", "vision.")
+
 
 class StageStore:
     """Captured stages by request, joined over chunks, decode steps and recomputation.
@@ -32,7 +35,7 @@ class StageStore:
         for row in plan.requests:
             for name, array in result.stages.get(row.request_id, {}).items():
                 stages = self._pieces.setdefault(row.request_id, {})
-                if name.startswith(("k.", "v.")):  # all positions, read back from the cache
+                if name.startswith(_WHOLE):  # all of it, whatever the rows of this step
                     stages[name] = [(0, array)]
                 else:
                     stages.setdefault(name, []).append((_first_row(name, row), array))

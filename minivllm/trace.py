@@ -19,6 +19,7 @@ __all__ = [
     "Failed",
     "Finished",
     "Forked",
+    "MediaEvicted",
     "Planned",
     "Preempted",
     "PrefixHit",
@@ -87,9 +88,20 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One image or video went through the vision encoder. Length in embeddings."""
+    """One image or video went through the vision encoder, in the step just committed.
+
+    The request is the first that needed it. Length in embeddings.
+    """
 
     request_id: str
+    content_hash: str
+    num_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaEvicted:
+    """The embeddings of an image or video were dropped, at the beginning of the step just committed."""
+
     content_hash: str
     num_embeddings: int
 
@@ -188,6 +200,7 @@ Event: TypeAlias = (
     | Published
     | Evicted
     | Encoded
+    | MediaEvicted
     | Copied
     | Forked
     | SwappedOut

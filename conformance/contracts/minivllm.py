@@ -26,6 +26,7 @@ from minivllm.cache import BlockManager
 from minivllm.errors import CapacityError, PromptTooLong
 from minivllm.request import (
     BlockCopy,
+    MediaItem,
     MediaSpan,
     Request,
     SampledToken,
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 __all__ = ["MiniVLLMAllocator", "MiniVLLMEngine", "MiniVLLMTensors", "TensorMemory"]
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=None)
+
+#: Rows of every media item: no prompt of the fuzzer is longer.
+_ITEM_ROWS = 64
 
 
 class MiniVLLMAllocator:
@@ -423,4 +427,5 @@ def _request(rid: str, tokens: Sequence[int], tags: Tags, sampling: SamplingPara
         sampling,
         cache_salt=tags.salt,
         media=tuple(MediaSpan(s.start, s.length, "image", s.content) for s in tags.spans),
+        media_items={s.content: MediaItem(s.content, "image", _ITEM_ROWS, {}) for s in tags.spans},
     )

@@ -2,13 +2,15 @@
 
 `BlockPool` counts references and orders free blocks, `HostPool` does so for swapped-out requests,
 `PrefixIndex` finds blocks by content, `Transfers` keeps the copies still to be made, and
-`BlockManager` ties them to requests. No tensor is touched here.
+`BlockManager` ties them to requests. `EncoderCache` does the same for vision embeddings. No tensor
+is touched here.
 """
 
 from __future__ import annotations
 
 from minivllm.cache.block_manager import BlockManager, PrefixMatch, PrefixStats
 from minivllm.cache.block_pool import NULL_BLOCK, BlockPool, PoolCounts
+from minivllm.cache.encoder_cache import EncoderCache
 from minivllm.cache.host_pool import HostPool
 from minivllm.cache.prefix_index import BlockContent, PrefixChain, PrefixIndex
 from minivllm.cache.snapshot import BlockOwner, BlockSnapshot, KVSnapshot, MediaRows
@@ -21,6 +23,7 @@ __all__ = [
     "BlockOwner",
     "BlockPool",
     "BlockSnapshot",
+    "EncoderCache",
     "HostPool",
     "KVSnapshot",
     "MediaRows",

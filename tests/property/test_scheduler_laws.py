@@ -23,6 +23,7 @@ from minivllm.errors import CapacityError, MiniVLLMError, PromptTooLong
 from minivllm.groups import forks_when_it_samples
 from minivllm.request import (
     FinishReason,
+    MediaItem,
     MediaSpan,
     Request,
     RequestStatus,
@@ -237,6 +238,7 @@ class World:
             priority=spec.priority,
             cache_salt=spec.salt,
             media=() if spec.image is None else (MediaSpan(*spec.image[:2], "image", spec.image[2]),),
+            media_items={name: MediaItem(name, "image", 32, {}) for name in "ab"},
         )
         self.made.append(request)
         most = min(self.case.max_model_len, len(prompt) + (spec.max_tokens or self.case.max_model_len))

@@ -18,7 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"engine", "build"}),
     frozenset(
         {"scheduler", "admission", "groups", "integrity", "waiting"}
-        | {"runner", "output", "tokenizer", "processor", "stages"},
+        | {"runner", "media", "output", "tokenizer", "processor", "stages"},
     ),
     frozenset({"models", "attention", "multimodal"}),
     frozenset({"cache", "layers", "sampling"}),

@@ -91,7 +91,9 @@ class StandIn(torch.nn.Module):
         positions: Tensor,
         attention: PlannedAttention,
         observe: Callable[[str, Tensor], None] | None,
+        deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
+        assert not deepstack
         loud = hidden.eq(self.table[LOUD]).all(-1, keepdim=True)
         hidden = hidden + torch.sin(positions[:, None] * 0.1).to(hidden.dtype)
         for layer in range(LAYERS):
