@@ -18,3 +18,7 @@ __all__ = [
     "tensors_hash",
     "video_hash",
 ]
+
+MULTIMODAL.register("Qwen2VLForConditionalGeneration", "minivllm.multimodal.qwen_vl:Qwen2VLProcessor")
+MULTIMODAL.register("Qwen2_5_VLForConditionalGeneration", "minivllm.multimodal.qwen_vl:Qwen25VLProcessor")
+MULTIMODAL.register("Qwen3VLForConditionalGeneration", "minivllm.multimodal.qwen_vl:Qwen3VLProcessor")
