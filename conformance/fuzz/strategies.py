@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 
@@ -10,8 +10,9 @@ from conformance.contracts.base import AllocatorCapabilities, EngineCapabilities
 from conformance.fuzz.allocator_world import AllocatorSetup
 from conformance.fuzz.engine_world import EngineSetup
 from conformance.fuzz.operations import SpanFields
+from conformance.fuzz.workload import ACTIONS, Job, Workload
 
-__all__ = ["allocator_setups", "engine_setups", "prompts", "salts", "spans"]
+__all__ = ["allocator_setups", "engine_setups", "prompts", "salts", "spans", "workloads"]
 
 
 @st.composite
@@ -68,3 +69,52 @@ def spans(draw: st.DrawFn, length: int) -> SpanFields:
         return ()
     start = draw(st.integers(0, length - 1))
     return ((start, draw(st.integers(1, length - start)), draw(st.sampled_from("ab"))),)
+
+
+@st.composite
+def workloads(draw: st.DrawFn, fixed: dict[str, Any]) -> Workload:
+    """Requests that begin alike, on an engine that has too little room for them.
+
+    Args:
+        fixed: options of every workload.
+    """
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
+    mode = draw(st.sampled_from(["recompute", "swap", "swap", "auto"]))
+    options = {
+        "block_size": block_size,
+        "num_kv_blocks": 2 + draw(st.integers(24, 72)) // block_size,
+        "max_num_batched_tokens": draw(st.integers(2, 16)),
+        "max_num_seqs": draw(st.integers(1, 6)),
+        "enable_prefix_caching": draw(st.integers(0, 4)) > 0,
+        "preemption_mode": mode,
+        "num_host_blocks": 0 if mode == "recompute" else draw(st.integers(1, 48)) // block_size + 1,
+        "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
+        **fixed,
+    }
+    stem = draw(st.lists(st.integers(3, 5), min_size=1, max_size=8))
+    jobs = tuple(draw(_jobs(number, stem)) for number in range(draw(st.integers(2, 5))))
+    actions = ["step"] * 6 + ["submit"] * 2 + list(ACTIONS[2:])
+    lines = st.tuples(st.sampled_from(actions), st.integers(0, 5))
+    script = draw(st.lists(lines, min_size=4, max_size=30))
+    return Workload(options, jobs, (("submit", 0), *script))
+
+
+@st.composite
+def _jobs(draw: st.DrawFn, number: int, stem: list[int]) -> Job:
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": draw(st.integers(1, 8))}
+    if draw(st.booleans()):
+        sampling |= {"temperature": 1.0, "seed": draw(st.integers(0, 3)), "n": draw(st.integers(1, 3))}
+    if not draw(st.integers(0, 3)):
+        sampling |= {"presence_penalty": 1.5, "repetition_penalty": 1.3}
+    if not draw(st.integers(0, 3)):
+        sampling |= {"stop": ["e"]}
+    if draw(st.booleans()):
+        sampling |= {"logprobs": 2}
+    prompt = (*stem[: draw(st.integers(1, len(stem)))], *draw(st.lists(st.integers(3, 5), max_size=4)))
+    return Job(
+        prompt=prompt,
+        sampling=sampling,
+        cache_salt=draw(salts()),
+        priority=draw(st.integers(0, 1)),
+        follows=draw(st.integers(0, number - 1)) if number and not draw(st.integers(0, 3)) else None,
+    )

@@ -8,18 +8,15 @@ vocabularies are tiny: that is where collisions of every kind happen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import NoSuchExample
 
-from minivllm.cache import BlockManager, PrefixChain, PrefixIndex, PrefixMatch
+from minivllm.cache import BlockManager
 from minivllm.config import PreemptionMode
-from minivllm.errors import CapacityError, MiniVLLMError, PromptTooLong
+from minivllm.errors import CapacityError, PromptTooLong
 from minivllm.groups import forks_when_it_samples
 from minivllm.request import (
     FinishReason,
@@ -523,127 +520,3 @@ def test_every_history_reads_right_contexts_conserves_the_pool_and_drains_in_bou
 @given(cases())
 def test_the_same_history_happens_twice_in_the_same_way(case: Case) -> None:
     assert run_case(case) == run_case(case)
-
-
-# --- the laws have teeth -------------------------------------------------------------------------
-
-Fault = Callable[[pytest.MonkeyPatch], None]
-
-
-def publishes_what_is_only_planned(patch: pytest.MonkeyPatch) -> None:
-    allocate = BlockManager.allocate
-
-    def early(
-        self: BlockManager, request: Request, num_tokens: int, prefix: PrefixMatch | None = None
-    ) -> bool:
-        done = allocate(self, request, num_tokens, prefix)
-        if done and self.enable_prefix_caching:
-            before = request.num_computed_tokens
-            request.num_computed_tokens = num_tokens
-            self.publish(request)
-            request.num_computed_tokens = before
-        return done
-
-    patch.setattr(BlockManager, "allocate", early)
-
-
-def forgets_the_salt_and_the_images(patch: pytest.MonkeyPatch) -> None:
-    def no_tags(self: PrefixChain, start: int, end: int) -> Iterator[tuple[str, ...]]:  # noqa: ARG001 # patched in
-        return iter(())
-
-    patch.setattr(PrefixChain, "_tags", no_tags)
-
-
-def chains_no_parent(patch: pytest.MonkeyPatch) -> None:
-    from minivllm.cache import prefix_index
-
-    key = prefix_index.block_key
-    patch.setattr(prefix_index, "block_key", lambda _, token_ids, tags: key(b"", token_ids, tags))
-    patch.setattr(prefix_index, "same_content", lambda a, b: a.token_ids == b.token_ids and a.tags == b.tags)
-
-
-def keeps_evicted_blocks_in_the_index(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PrefixIndex, "remove", lambda *_: False)
-
-
-def counts_hit_blocks_as_free(patch: pytest.MonkeyPatch) -> None:
-    def optimistic(
-        self: BlockManager, request: Request, num_blocks: int, prefix: PrefixMatch | None = None
-    ) -> int:
-        held = len(self.block_table(request.request_id)) or len((prefix or PrefixMatch()).block_ids)
-        return max(0, num_blocks - held)
-
-    patch.setattr(BlockManager, "num_missing", optimistic)
-
-
-def hits_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
-    def greedy(self: BlockManager, request: Request) -> PrefixMatch:
-        blocks = self.index.match(self.index.chain(request), request.num_tokens // self.block_size)
-        return PrefixMatch(blocks, len(blocks) * self.block_size)
-
-    patch.setattr(BlockManager, "find_prefix", greedy)
-
-
-def forgets_outputs_on_preemption(patch: pytest.MonkeyPatch) -> None:
-    put_back = Scheduler._put_back
-
-    def forgetful(self: Scheduler, request: Request, mode: PreemptionMode) -> None:
-        put_back(self, request, mode)
-        del request.token_ids[request.num_prompt_tokens :]
-
-    patch.setattr(Scheduler, "_put_back", forgetful)
-
-
-def frees_nothing_when_a_request_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BlockManager, "free", lambda *_: None)
-
-
-def preempts_the_oldest(patch: pytest.MonkeyPatch) -> None:
-    class Reversed(list[Request]):
-        def pop(self, index: int = 0) -> Request:  # type: ignore[override] # the fault
-            return super().pop(index)
-
-    init = Scheduler.__init__
-
-    def broken(self: Scheduler, **arguments: object) -> None:
-        init(self, **arguments)  # type: ignore[arg-type] # passed through as they came
-        self._running = Reversed()
-
-    patch.setattr(Scheduler, "__init__", broken)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        publishes_what_is_only_planned,
-        forgets_the_salt_and_the_images,
-        chains_no_parent,
-        keeps_evicted_blocks_in_the_index,
-        counts_hit_blocks_as_free,
-        hits_the_whole_prompt,
-        forgets_outputs_on_preemption,
-        frees_nothing_when_a_request_ends,
-        preempts_the_oldest,
-    ],
-)
-def test_a_scheduler_with_a_seeded_fault_is_found_out(fault: Fault) -> None:
-    def breaks(case: Case) -> bool:
-        try:
-            run_case(case)
-        except (AssertionError, MiniVLLMError, KeyError, IndexError):
-            return True
-        return False
-
-    quick = settings(
-        max_examples=2000,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        fault(patch)
-        try:
-            find(cases(), breaks, settings=quick)
-        except NoSuchExample:
-            pytest.fail("the fault went unnoticed")
