@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.video_utils import VideoMetadata
 
 from conformance.hf_processors import load_processor
 from minivllm.errors import BadMedia, BadParameter, ConfigError, InvariantError
 from minivllm.models import load_model_config
-from minivllm.multimodal import MULTIMODAL, Expansion
+from minivllm.multimodal import MULTIMODAL
 from minivllm.multimodal.load import Video
 from minivllm.multimodal.qwen_vl import Qwen2VLProcessor
 from minivllm.request import MediaItem, MediaSpan, PatchRect
 from minivllm.tokenizer import load_tokenizer
+from tests.unit.minivllm.media_prompts import Placed, picture, place
 
 NAMES = ("tiny-qwen2-vl", "tiny-qwen2-5-vl", "tiny-qwen3-vl")
 VISION_START, VISION_END, IMAGE, VIDEO = 443, 444, 445, 446
-
-
-class Placed(NamedTuple):
-    """An expanded prompt."""
-
-    token_ids: list[int]
-    spans: list[MediaSpan]
-    items: dict[str, MediaItem]
-
-
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
 
 
 def make(checkpoints: Path, name: str, settings: Mapping[str, Any] | None = None) -> Qwen2VLProcessor:
@@ -49,32 +36,6 @@ def make(checkpoints: Path, name: str, settings: Mapping[str, Any] | None = None
     made = MULTIMODAL.get(config.architecture)(path, config, tokenizer, settings or {})
     assert isinstance(made, Qwen2VLProcessor)
     return made
-
-
-def place(parts: Sequence[list[int] | Expansion]) -> Placed:
-    """Put token ids and expansions one after another."""
-    token_ids: list[int] = []
-    spans: list[MediaSpan] = []
-    items: dict[str, MediaItem] = {}
-    for part in parts:
-        if isinstance(part, list):
-            token_ids += part
-            continue
-        item, row = part.item, 0
-        items[item.content_hash] = item
-        flags = [*part.is_embed, False]
-        start: int | None = None
-        for offset, flag in enumerate(flags):
-            if flag and start is None:
-                start = offset
-            elif not flag and start is not None:
-                length = offset - start
-                where = len(token_ids) + start
-                spans.append(MediaSpan(where, length, item.modality, item.content_hash, row))
-                row, start = row + length, None
-        assert row == item.num_embeddings
-        token_ids += part.token_ids
-    return Placed(token_ids, spans, items)
 
 
 @cache
