@@ -74,6 +74,13 @@ class Tokenizer:
         )
         return text
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact spelling; None if there is no such token."""
+        found: int | None = self.hf.convert_tokens_to_ids(token)
+        # An unknown token may be answered with the id of "unknown".
+        known = found is not None and self.hf.convert_ids_to_tokens(found) == token
+        return found if known else None
+
     def token_text(self, token_id: int) -> str:
         """Text of one token alone, special tokens included."""
         return self.decode([token_id], skip_special_tokens=False)

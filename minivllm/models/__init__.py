@@ -37,7 +37,15 @@ MODELS: Registry[type[DecoderModel] | type[VisionLanguageModel]] = Registry(
 MODELS.register("Gemma3ForCausalLM", "minivllm.models.gemma3:Gemma3ForCausalLM")
 MODELS.register("Glm4ForCausalLM", "minivllm.models.glm4:Glm4ForCausalLM")
 MODELS.register("GlmForCausalLM", "minivllm.models.glm:GlmForCausalLM")
+MODELS.register(
+    "InternVLForConditionalGeneration", "minivllm.models.internvl:InternVLForConditionalGeneration"
+)
 MODELS.register("LlamaForCausalLM", "minivllm.models.llama:LlamaForCausalLM")
+MODELS.register("LlavaForConditionalGeneration", "minivllm.models.llava:LlavaForConditionalGeneration")
+MODELS.register(
+    "LlavaOnevisionForConditionalGeneration",
+    "minivllm.models.llava_onevision:LlavaOnevisionForConditionalGeneration",
+)
 MODELS.register("OPTForCausalLM", "minivllm.models.opt:OPTForCausalLM")
 MODELS.register("Qwen2ForCausalLM", "minivllm.models.qwen2:Qwen2ForCausalLM")
 MODELS.register("Qwen3ForCausalLM", "minivllm.models.qwen3:Qwen3ForCausalLM")

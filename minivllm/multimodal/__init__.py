@@ -19,6 +19,12 @@ __all__ = [
     "video_hash",
 ]
 
+# Here and not beside the registry: the families import that module.
+MULTIMODAL.register("InternVLForConditionalGeneration", "minivllm.multimodal.internvl:InternVLProcessor")
+MULTIMODAL.register("LlavaForConditionalGeneration", "minivllm.multimodal.llava:LlavaProcessor")
+MULTIMODAL.register(
+    "LlavaOnevisionForConditionalGeneration", "minivllm.multimodal.llava_onevision:LlavaOnevisionProcessor"
+)
 MULTIMODAL.register("Qwen2VLForConditionalGeneration", "minivllm.multimodal.qwen_vl:Qwen2VLProcessor")
 MULTIMODAL.register("Qwen2_5_VLForConditionalGeneration", "minivllm.multimodal.qwen_vl:Qwen25VLProcessor")
 MULTIMODAL.register("Qwen3VLForConditionalGeneration", "minivllm.multimodal.qwen_vl:Qwen3VLProcessor")

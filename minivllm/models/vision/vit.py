@@ -20,6 +20,7 @@ __all__ = [
     "attend",
     "hidden_states",
     "layer_index",
+    "pixel_shuffle",
     "square_side",
 ]
 
@@ -115,6 +116,17 @@ def hidden_states(embeddings: Tensor, layers: nn.ModuleList, wanted: Sequence[in
     for layer in layers[: max(wanted)]:
         states.append(layer(states[-1]))
     return [states[index] for index in wanted]
+
+
+def pixel_shuffle(features: Tensor, factor: int) -> Tensor:
+    """Put squares of factor × factor neighbours side by side in one wider row.
+
+    [pictures, height, width, hidden] → [pictures, height / factor, width / factor,
+    factor² × hidden]; inside a row the neighbours come line by line.
+    """
+    pictures, high, wide, hidden = features.shape
+    blocks = features.reshape(pictures, high // factor, factor, wide // factor, factor, hidden)
+    return blocks.transpose(2, 3).flatten(3)
 
 
 class PatchEmbedding(nn.Module):

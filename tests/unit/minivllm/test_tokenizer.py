@@ -214,3 +214,13 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"nothing of the kind")
     with pytest.raises(ConfigError, match=r"x\.gguf: the tokenizer cannot be loaded"):
         load_tokenizer(tmp_path / "x.gguf")
+
+
+def test_a_token_is_found_by_its_exact_spelling_only(checkpoints: Path) -> None:
+    tokenizer = load(checkpoints / "tiny-llava")
+    assert tokenizer.token_id("<image>") == 444
+    assert tokenizer.token_id("<img>") is None
+    with_unknown = byte_tokenizer()
+    with_unknown.unk_token = "<s>"
+    assert Tokenizer(with_unknown).token_id("<eot>") == 2
+    assert Tokenizer(with_unknown).token_id("<image>") is None
