@@ -108,6 +108,8 @@ class EngineOptions(_Closed):
     seed: int | None = None
     prefix_cache_seed: int | None = None
     scheduling_policy: Text | None = None
+    limit_mm_per_prompt: dict[Text, Index] | None = None
+    encoder_cache_embeddings: Count | None = None
     threads: Count | None = None
 
 

@@ -11,9 +11,10 @@ from minivllm.attention import ATTENTION_BACKENDS, AUTO_ORDER, KVCache
 from minivllm.cache import BlockManager
 from minivllm.config import EngineConfig, ModelConfig, ResolvedConfig
 from minivllm.device import resolve_device
-from minivllm.errors import ConfigError
+from minivllm.errors import BadParameter, ConfigError
 from minivllm.layers import make_ops
 from minivllm.models import LanguageModel, load_model, load_model_config
+from minivllm.multimodal import MULTIMODAL, MultiModalProcessor
 from minivllm.output import OutputProcessor
 from minivllm.processor import Processor
 from minivllm.runner import ModelRunner
@@ -84,6 +85,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
                 f"{budget} bytes of KV cache hold {num_blocks} blocks of {block_bytes} bytes; at least 2 are "
                 f"needed (block 0 is the null block): raise kv_cache_memory_bytes or lower block_size"
             )
+    embeddings = config.encoder_cache_embeddings
+    if embeddings is None:
+        embeddings = min(max(max_model_len, 2048), 16384)
+        why.append(("encoder_cache_embeddings", f"between 2048 and 16384, for max_model_len {max_model_len}"))
     num_host_blocks = config.swap_space_bytes // block_bytes
     if config.preemption_mode == "swap" and num_host_blocks < 1:
         raise ConfigError(
@@ -102,6 +107,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         kv_block_bytes=block_bytes,
         attention_backend=attention,
         ops_backend=ops,
+        max_encoder_embeddings=embeddings,
         why=tuple(why),
     )
 
@@ -143,6 +149,7 @@ def build_engine(config: EngineConfig, *, trace: TraceSink, model: LanguageModel
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=resolved.max_model_len,
+        max_encoder_embeddings=resolved.max_encoder_embeddings,
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,
         preemption_mode=config.preemption_mode,
@@ -153,12 +160,29 @@ def build_engine(config: EngineConfig, *, trace: TraceSink, model: LanguageModel
         resolved=resolved,
         model=model,
         tokenizer=tokenizer,
-        processor=Processor(resolved, tokenizer),
+        processor=Processor(resolved, tokenizer, _multimodal(resolved, tokenizer, path)),
         scheduler=scheduler,
         runner=ModelRunner(model, kv_cache, backend, sampler, device),
         output=OutputProcessor(tokenizer, scheduler.finish),
         stages=StageStore(),
     )
+
+
+def _multimodal(
+    resolved: ResolvedConfig, tokenizer: Tokenizer | None, directory: Path
+) -> MultiModalProcessor | None:
+    """What the model's family does with media; None for a text-only model."""
+    model, settings = resolved.model, resolved.engine.mm_processor_kwargs or {}
+    if model.architecture not in MULTIMODAL:
+        if settings:
+            raise ConfigError(f"mm_processor_kwargs is of no use to {model.architecture}, a text-only model")
+        return None
+    if tokenizer is None:
+        raise ConfigError(f"{directory} has no tokenizer, which {model.architecture} needs for its media")
+    try:
+        return MULTIMODAL.get(model.architecture)(directory, model, tokenizer, settings)
+    except BadParameter as error:
+        raise ConfigError(f"mm_processor_kwargs: {error}") from error
 
 
 def _choose_attention(

@@ -7,7 +7,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,26 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, required=True, help="directory or .gguf file")
         elif kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
+        elif kind is dict:
+            group.add_argument(flag, type=_mapping, default=field.default, metavar="JSON")
         else:
             group.add_argument(flag, type=kind, default=field.default, help=f"default: {field.default}")
 
 
+def _mapping(text: str) -> dict[str, Any]:
+    """A JSON object; anything else is an argparse error."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
 def _scalar(annotation: Any) -> type:
-    """The scalar type of `int`, `int | None` or `Literal[...]`."""
+    """The scalar type of `int`, `int | None` or `Literal[...]`; dict for a mapping."""
     if isinstance(annotation, types.UnionType):
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is Mapping:
+        return dict
     if typing.get_origin(annotation) is typing.Literal:
         annotation = type(typing.get_args(annotation)[0])
     assert isinstance(annotation, type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -38,6 +39,11 @@ class EngineConfig:
         seed: seed of requests that bring none, and of the synthetic parts of a run.
         prefix_cache_seed: fixes the root of the prefix keys; None: random per process.
         scheduling_policy: "fcfs" or "priority".
+        limit_mm_per_prompt: modality → most items in one prompt; None: no limit.
+        mm_processor_kwargs: settings of the image processor for every request, such as max_pixels;
+            a request may override them.
+        encoder_cache_embeddings: rows of vision embeddings to keep; None: as many as fit in
+            max_model_len, between 2,048 and 16,384.
 
     Raises:
         ConfigError: naming every contradictory or out-of-range value, all at once.
@@ -62,6 +68,9 @@ class EngineConfig:
     seed: int = 0
     prefix_cache_seed: int | None = None
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    limit_mm_per_prompt: Mapping[str, int] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    encoder_cache_embeddings: int | None = None
 
     def __post_init__(self) -> None:
         problems = self._problems()
@@ -92,7 +101,12 @@ class EngineConfig:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             if not _is_integer(value := getattr(self, name)) or value < 1:
                 problems.append(f"{name} must be a positive integer, got {value!r}")
-        for name, low in (("num_kv_blocks", 2), ("kv_cache_memory_bytes", 1), ("max_model_len", 2)):
+        for name, low in (
+            ("num_kv_blocks", 2),
+            ("kv_cache_memory_bytes", 1),
+            ("max_model_len", 2),
+            ("encoder_cache_embeddings", 1),
+        ):
             value = getattr(self, name)
             if value is not None and (not _is_integer(value) or value < low):
                 problems.append(f"{name} must be an integer of at least {low}, got {value!r}")
@@ -110,6 +124,7 @@ class EngineConfig:
             problems.append(f"preemption_mode must be recompute, swap or auto, got {self.preemption_mode!r}")
         if self.scheduling_policy not in ("fcfs", "priority"):
             problems.append(f"scheduling_policy must be fcfs or priority, got {self.scheduling_policy!r}")
+        problems += self._media_problems()
         if self.batch_invariant:
             if self.ops_backend not in ("auto", "torch-pad"):
                 problems.append(f"batch_invariant needs ops_backend torch-pad, got {self.ops_backend!r}")
@@ -117,6 +132,21 @@ class EngineConfig:
                 problems.append(
                     f"batch_invariant needs attention_backend tiled, got {self.attention_backend!r}"
                 )
+        return problems
+
+    def _media_problems(self) -> list[str]:
+        problems = []
+        limits: object = self.limit_mm_per_prompt or {}
+        if not isinstance(limits, Mapping) or any(
+            name not in ("image", "video") or not _is_integer(most) or most < 0
+            for name, most in limits.items()
+        ):
+            problems.append(
+                f"limit_mm_per_prompt maps image or video to an integer of at least 0, got {limits!r}"
+            )
+        settings: object = self.mm_processor_kwargs or {}
+        if not isinstance(settings, Mapping) or any(not isinstance(name, str) for name in settings):
+            problems.append(f"mm_processor_kwargs maps names to settings, got {settings!r}")
         return problems
 
 
@@ -197,6 +227,7 @@ class ResolvedConfig:
     Attributes:
         num_host_blocks: host blocks that swap_space_bytes pays for.
         kv_block_bytes: bytes of one block over all layers, K and V.
+        max_encoder_embeddings: rows of vision embeddings that are kept.
         why: option → reason of each automatic choice.
     """
 
@@ -210,4 +241,5 @@ class ResolvedConfig:
     kv_block_bytes: int
     attention_backend: str
     ops_backend: str
+    max_encoder_embeddings: int
     why: tuple[tuple[str, str], ...] = ()

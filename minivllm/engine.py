@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from minivllm.config import EngineConfig, PreemptionMode, ResolvedConfig
 from minivllm.errors import ConfigError, InvariantError, UnknownRequest
 from minivllm.models import LanguageModel, replace_weights
 from minivllm.processor import Prompt
-from minivllm.request import RequestOutput, SamplingParams
-from minivllm.tokenizer import Tokenizer
+from minivllm.request import RequestMedia, RequestOutput, SamplingParams
+from minivllm.tokenizer import Message, Tokenizer
 from minivllm.trace import TraceSink, no_trace
 
 __all__ = ["LLMEngine"]
@@ -72,7 +72,9 @@ class LLMEngine:
 
         Args:
             request_id: unique among live requests.
-            prompt: text, or {"prompt": text}, or {"prompt_token_ids": ids}.
+            prompt: text, or {"prompt": text} or {"prompt_token_ids": ids}, which may have
+                {"multi_modal_data": {"image": …, "video": …, "image_embeds": …}} and
+                {"mm_processor_kwargs": …}; or {"prompt_embeds": [tokens, hidden]}.
             sampling_params: how to choose tokens and when to stop.
             priority: lower runs first, under the priority policy.
             cache_salt: separates this request's cached blocks from those of other salts.
@@ -94,6 +96,34 @@ class LLMEngine:
         self._arrivals += 1
         self._stages.drop(request_id)
         self._output.add(request, text)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Prompt:
+        """A conversation, with its media in content parts, as a prompt for `add_request`.
+
+        Raises:
+            BadParameter, UnsupportedError: the messages are malformed; there is no template, or
+                this is a text-only model and they hold media.
+        """
+        return self._processor.chat_prompt(
+            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt
+        )
+
+    def media(self, request_id: str) -> RequestMedia:
+        """Processed images and videos of a live request, where they go, and its positions.
+
+        Raises:
+            UnknownRequest: no live request or sequence has this id.
+        """
+        request = self._scheduler.requests.get(request_id)
+        if request is None:
+            raise UnknownRequest(f"no live request {request_id!r}")
+        return RequestMedia(request.media, request.media_items, request.positions, request.position_delta)
 
     def abort_request(self, request_id: str) -> RequestOutput:
         """Cancel a live request with all its sequences, and return its last output.
@@ -126,7 +156,7 @@ class LLMEngine:
         return self._scheduler.reset_prefix_cache()
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into the model's parameters, and forget every cached block.
+        """Copy tensors into the model's parameters; forget every cached block and vision embedding.
 
         Args:
             tensors: name → tensor of the parameter's shape, named as in the checkpoint. Parameters
@@ -146,6 +176,7 @@ class LLMEngine:
         replace_weights(self.model, tensors)
         if not self._scheduler.reset_prefix_cache():
             raise InvariantError("no request has computed anything, yet blocks are in use")
+        self._scheduler.reset_encoder_cache()
 
     def kv_snapshot(self) -> KVSnapshot:
         """Every block of the KV cache and of the host pool: who holds it, and what is in it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine
-from minivllm.errors import BadParameter, RequestError, UnsupportedError
+from minivllm.errors import BadParameter, RequestError
 from minivllm.processor import Prompt
 from minivllm.request import RequestOutput, SamplingParams
 
@@ -67,9 +67,11 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
     ) -> list[Prompt]:
-        """Conversations as token-id prompts, one per conversation."""
-        if self.engine.tokenizer is None:
-            raise UnsupportedError("this model has no tokenizer, so it has no chat template")
+        """Conversations as prompts of token ids with their media, one per conversation.
+
+        The content of a message is text, or a list of parts, see
+        `minivllm.multimodal.split_conversation`.
+        """
         given: object = messages
         if not isinstance(given, Sequence) or isinstance(given, str):
             raise BadParameter(f"chat takes a list of messages, or of such lists, got {given!r}")
@@ -77,13 +79,11 @@ class LLM:
             raise BadParameter("chat needs at least one message, got none")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
         return [
-            {
-                "prompt_token_ids": self.engine.tokenizer.encode_chat(
-                    conversation,  # type: ignore[arg-type]  # narrowed by the isinstance above
-                    chat_template=chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                )
-            }
+            self.engine.chat_prompt(
+                conversation,  # type: ignore[arg-type]  # narrowed by the isinstance above
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+            )
             for conversation in conversations
         ]
 

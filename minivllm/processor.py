@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from minivllm.config import ResolvedConfig
-from minivllm.errors import BadParameter, PromptTooLong, UnsupportedError
-from minivllm.request import Request, SamplingParams
+from minivllm.errors import BadParameter, InvariantError, PromptTooLong, UnsupportedError
+from minivllm.multimodal import (
+    MultiModalProcessor,
+    place,
+    prompt_item,
+    read_media,
+    split_conversation,
+)
+from minivllm.request import MediaItem, MediaSpan, Request, SamplingParams
 from minivllm.runner import CAPTURES
 from minivllm.sampling import bad_word_token_ids, check_sampling
-from minivllm.tokenizer import Tokenizer
+from minivllm.tokenizer import Message, Tokenizer
 
 __all__ = ["Processor", "Prompt"]
 
 Prompt = str | Mapping[str, Any]
 
+_FORMS = ("prompt", "prompt_token_ids", "prompt_embeds")
+_WITH_MEDIA = ("multi_modal_data", "mm_processor_kwargs")
+
+
+@dataclass(slots=True)
+class _Encoded:
+    """A prompt as token ids, with its media."""
+
+    text: str | None
+    token_ids: list[int]
+    media: tuple[MediaSpan, ...] = ()
+    items: Mapping[str, MediaItem] = field(default_factory=dict)
+    positions: NDArray[np.int64] | None = None
+    delta: int = 0
+
 
 class Processor:
-    """Encodes prompts and checks everything that can be known before scheduling."""
+    """Encodes prompts and checks everything that can be known before scheduling.
 
-    def __init__(self, resolved: ResolvedConfig, tokenizer: Tokenizer | None) -> None:
+    Args:
+        multimodal: what the model's family does with media; None for a text-only model.
+    """
+
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        tokenizer: Tokenizer | None,
+        multimodal: MultiModalProcessor | None = None,
+    ) -> None:
         self._resolved = resolved
         self._tokenizer = tokenizer
+        self._multimodal = multimodal
 
     def process(
         self,
@@ -39,10 +75,11 @@ class Processor:
         """The request, and the prompt's text if it was given as text.
 
         Raises:
-            BadParameter, PromptTooLong, UnsupportedError: before anything is queued.
+            BadParameter, BadMedia, PromptTooLong, UnsupportedError: before anything is queued.
         """
         _check_types(request_id, sampling, priority, cache_salt)
-        text, token_ids = self._encode(prompt)
+        encoded = self._encode(prompt, sampling)
+        token_ids = encoded.token_ids
         self._check(token_ids, sampling, capture)
         max_len = self._resolved.max_model_len
         seed = sampling.seed
@@ -60,28 +97,125 @@ class Processor:
             arrival=arrival,
             priority=priority,
             cache_salt=cache_salt,
+            media=encoded.media,
+            media_items=encoded.items,
+            positions=encoded.positions,
+            position_delta=encoded.delta,
             capture=capture,
         )
-        return request, text
+        return request, encoded.text
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Prompt:
+        """A conversation as a prompt of token ids with its media; see `split_conversation`.
+
+        A placeholder is only where the template puts one for a part with media: a text that spells
+        one stays text.
+
+        Raises:
+            BadParameter, UnsupportedError: as `Tokenizer.render_chat`; media for a text-only model.
+        """
+        if self._tokenizer is None:
+            raise UnsupportedError("this model has no tokenizer, so it has no chat template")
+        plain, media = split_conversation(messages, text_only=self._multimodal is None)
+        if media:
+            self._family()
+        placeholders = set(self._multimodal.placeholder_ids.values()) if self._multimodal else set()
+        token_ids = self._tokenizer.encode_chat(
+            plain,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            only_from_template=sorted(placeholders),
+        )
+        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
+        return {**prompt, "multi_modal_data": media} if media else prompt
+
+    def _encode(self, prompt: Prompt, sampling: SamplingParams) -> _Encoded:
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
-        if not isinstance(prompt, Mapping) or set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+        if (
+            not isinstance(prompt, Mapping)
+            or sum(form in prompt for form in _FORMS) != 1
+            or not set(prompt) <= {*_FORMS, *_WITH_MEDIA}
+        ):
             raise BadParameter(
-                "a prompt is text, {'prompt': text} or {'prompt_token_ids': ids}; "
+                "a prompt is text, or has one of prompt, prompt_token_ids and prompt_embeds, and may have "
+                "multi_modal_data and mm_processor_kwargs; "
                 f"got {sorted(map(str, prompt)) if isinstance(prompt, Mapping) else type(prompt).__name__}"
             )
+        if "prompt_embeds" in prompt:
+            return self._encode_embeds(prompt, sampling)
         if "prompt_token_ids" in prompt:
             ids = prompt["prompt_token_ids"]
             if not isinstance(ids, Iterable):
                 raise BadParameter(f"prompt_token_ids must be a list of token ids, got {ids!r}")
-            return None, list(ids)
-        if not isinstance(prompt["prompt"], str):
-            raise BadParameter(f"the prompt must be text, got {type(prompt['prompt']).__name__}")
-        if self._tokenizer is None:
-            raise UnsupportedError("this model has no tokenizer: give prompt_token_ids")
-        return prompt["prompt"], self._tokenizer.encode(prompt["prompt"])
+            encoded = _Encoded(None, list(ids))
+        else:
+            if not isinstance(prompt["prompt"], str):
+                raise BadParameter(f"the prompt must be text, got {type(prompt['prompt']).__name__}")
+            if self._tokenizer is None:
+                raise UnsupportedError("this model has no tokenizer: give prompt_token_ids")
+            encoded = _Encoded(prompt["prompt"], self._tokenizer.encode(prompt["prompt"]))
+        data, settings = prompt.get("multi_modal_data"), prompt.get("mm_processor_kwargs")
+        if self._multimodal is not None or data or settings:
+            self._place_media(encoded, data or {}, settings or {})
+        return encoded
+
+    def _encode_embeds(self, prompt: Mapping[str, Any], sampling: SamplingParams) -> _Encoded:
+        """A prompt of embeddings; its token ids are unknown and stand as 0."""
+        if more := sorted(set(prompt) - {"prompt_embeds"}):
+            raise BadParameter(f"prompt_embeds come alone: media are part of them, got also {more}")
+        needs_ids = {
+            "repetition_penalty": sampling.repetition_penalty != 1.0,
+            "prompt_logprobs": sampling.prompt_logprobs is not None,
+        }
+        if asked := [name for name, given in needs_ids.items() if given]:
+            raise BadParameter(f"{' and '.join(asked)} need token ids, which prompt_embeds do not have")
+        item = prompt_item(prompt["prompt_embeds"], self._resolved.model.hidden_size)
+        length = item.num_embeddings
+        span = MediaSpan(0, length, item.modality, item.content_hash)
+        return _Encoded(None, [0] * length, (span,), {item.content_hash: item})
+
+    def _place_media(self, encoded: _Encoded, data: Any, settings: Any) -> None:
+        """Load, process and expand the media of a prompt, in place."""
+        family = self._family()
+        if not isinstance(settings, Mapping):
+            raise BadParameter(f"mm_processor_kwargs is a mapping, got {settings!r}")
+        limits = self._resolved.engine.limit_mm_per_prompt or {}
+        media = read_media(data, self._resolved.model.hidden_size, limits)
+        for modality in media:
+            if modality not in family.modalities:
+                known = " and ".join(family.modalities)
+                raise UnsupportedError(f"{self._resolved.model.architecture} takes {known}, got {modality}")
+        expansions = {modality: family.expand(modality, items, settings) for modality, items in media.items()}
+        for modality, found in expansions.items():
+            if len(found) != len(media[modality]):
+                raise InvariantError(f"{len(media[modality])} {modality}s became {len(found)} expansions")
+        placeholders = family.placeholder_ids
+        implicit = getattr(family, "implicit_placeholders", False)
+        if media and implicit and not set(placeholders.values()) & set(encoded.token_ids):
+            first = [placeholders[modality] for modality, items in media.items() for _ in items]
+            encoded.token_ids = [*first, *encoded.token_ids]
+        placement = place(encoded.token_ids, expansions, placeholders)
+        encoded.token_ids = placement.token_ids
+        encoded.media, encoded.items = placement.spans, placement.items
+        positions = family.positions(placement.token_ids, placement.spans, placement.items) if media else None
+        if positions is not None:
+            encoded.positions, encoded.delta = positions
+            if encoded.positions.shape != (3, len(encoded.token_ids)):
+                raise InvariantError(f"positions of shape {encoded.positions.shape}")
+
+    def _family(self) -> MultiModalProcessor:
+        if self._multimodal is None:
+            raise UnsupportedError(
+                f"{self._resolved.model.architecture} is a text-only model: it takes no images or videos"
+            )
+        return self._multimodal
 
     def _check(self, token_ids: list[int], sampling: SamplingParams, capture: frozenset[str]) -> None:
         vocab = self._resolved.model.vocab_size

@@ -25,6 +25,7 @@ __all__ = [
     "MediaSpan",
     "PatchRect",
     "Request",
+    "RequestMedia",
     "RequestOutput",
     "RequestStatus",
     "SampledToken",
@@ -131,6 +132,16 @@ class MediaItem:
     def is_supplied(self) -> bool:
         """Whether its embeddings were given, so that nothing is to be encoded."""
         return "embeddings" in self.data
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestMedia:
+    """The media side of one request: what `Request` says under the same names."""
+
+    media: tuple[MediaSpan, ...]
+    media_items: Mapping[str, MediaItem]
+    positions: Any
+    position_delta: int
 
 
 @dataclass(frozen=True, kw_only=True)

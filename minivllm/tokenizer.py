@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -132,16 +133,98 @@ class Tokenizer:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        only_from_template: Sequence[int] = (),
         **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation; arguments and errors as `render_chat`.
 
         The template writes the special tokens itself, so none are added: no doubled BOS.
+
+        Args:
+            only_from_template: tokens that count only where the template writes them; a message
+                that spells one is text.
         """
+        spellings = {self.token_text(token_id): token_id for token_id in only_from_template}
+        marks = _Marks(spellings, messages)
         text = self.render_chat(
-            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt, **variables
+            marks.put(messages),
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
         )
-        return self.encode(text, add_special_tokens=False)
+        ids = self.encode(marks.remove(text), add_special_tokens=False)
+        written = marks.written(text)
+        if all(written):
+            return ids
+        found = iter(written)
+        plain: list[int] = []
+        for token_id in ids:
+            if token_id in only_from_template and not next(found):
+                plain += self._as_text(self.token_text(token_id), token_id)
+            else:
+                plain.append(token_id)
+        return plain
+
+    def _as_text(self, spelling: str, token_id: int) -> list[int]:
+        """Ids of a special token's spelling as ordinary text."""
+        ids: list[int] = self.hf(spelling, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if token_id in ids:  # a token that is added but not special is never split
+            ids = [
+                i
+                for half in (spelling[:1], spelling[1:])
+                for i in self.encode(half, add_special_tokens=False)
+            ]
+        return ids
+
+
+class _Marks:
+    """Tells the spellings in messages from those that the template writes.
+
+    Each spelling in a message gives way to a character of the private use area that no message
+    holds; after rendering, the marks show which is which.
+    """
+
+    def __init__(self, spellings: Iterable[str], messages: Sequence[Message]) -> None:
+        self._spellings = sorted(spellings, key=len, reverse=True)
+        text = "".join(_texts(messages)) if self._spellings else ""
+        free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
+        self._marks = dict(zip(self._spellings, free, strict=False))
+
+    def put(self, value: Any) -> Any:
+        """The messages with marks in place of spellings."""
+        if isinstance(value, str):
+            for spelling, mark in self._marks.items():
+                value = value.replace(spelling, mark)
+            return value
+        if isinstance(value, Mapping):
+            return {key: self.put(item) for key, item in value.items()} if self._marks else value
+        if isinstance(value, list | tuple) and self._marks:
+            return [self.put(item) for item in value]
+        return value
+
+    def remove(self, text: str) -> str:
+        """The rendered text with the spellings back in place."""
+        for spelling, mark in self._marks.items():
+            text = text.replace(mark, spelling)
+        return text
+
+    def written(self, text: str) -> list[bool]:
+        """Per spelling in the rendered text, in order: whether the template wrote it."""
+        if not self._marks:
+            return []
+        pattern = "|".join(map(re.escape, (*self._marks, *self._marks.values())))
+        return [match in self._marks for match in re.findall(pattern, text)]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer | None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from minivllm.multimodal.hashing import content_hash, image_hash, tensors_hash, video_hash
+from minivllm.multimodal.inputs import read_media, split_conversation
 from minivllm.multimodal.load import Video, load_image, load_video
+from minivllm.multimodal.placement import Placement, place
 from minivllm.multimodal.processor import MULTIMODAL, Expansion, MultiModalProcessor
+from minivllm.multimodal.supplied import checked_embeddings, prompt_item
 
 __all__ = [
     "MULTIMODAL",
     "Expansion",
     "MultiModalProcessor",
+    "Placement",
     "Video",
+    "checked_embeddings",
     "content_hash",
     "image_hash",
     "load_image",
     "load_video",
+    "place",
+    "prompt_item",
+    "read_media",
+    "split_conversation",
     "tensors_hash",
     "video_hash",
 ]

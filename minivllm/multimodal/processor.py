@@ -38,7 +38,7 @@ class Expansion:
 class TextEncoder(Protocol):
     """What a family needs of the tokenizer; see `minivllm.tokenizer.Tokenizer`."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def token_id(self, token: str) -> int | None: ...
 
@@ -50,6 +50,9 @@ class MultiModalProcessor(Protocol):
         modalities: what it takes: "image", and "video" for some.
         placeholder_ids: modality → the token id that stands for one item in a prompt.
         setting_names: settings that `expand` knows, for messages.
+
+    A class may have `implicit_placeholders = True`: then a prompt with media and without any
+    placeholder begins with one per item, before everything else (BLIP-2).
     """
 
     modalities: tuple[str, ...]
@@ -80,9 +83,11 @@ class MultiModalProcessor(Protocol):
         """Process all items of one modality of one prompt, in order of their placeholders.
 
         Args:
-            media: PIL images; `minivllm.multimodal.load.Video` objects; or for supplied
-                embeddings what the user gave.
-            settings: of this request, over those of the engine.
+            media: Pillow images for "image", `Video` objects for "video"; in either place also
+                supplied embeddings as `minivllm.multimodal.checked_embeddings` leaves them: a
+                tensor [rows, hidden], or a mapping that holds it under "image_embeds" (or
+                "video_embeds") beside other facts.
+            settings: what this request overrides; the engine's are known from the constructor.
 
         Raises:
             BadMedia: an item cannot be processed.
@@ -93,7 +98,10 @@ class MultiModalProcessor(Protocol):
     def positions(
         self, token_ids: Sequence[int], spans: Sequence[MediaSpan], items: Mapping[str, MediaItem]
     ) -> tuple[NDArray[np.int64], int] | None:
-        """Positions [3, tokens] of an expanded prompt and the delta of what follows; None: 1-D."""
+        """Positions [3, tokens] of an expanded prompt and the delta of what follows; None: 1-D.
+
+        An item that occurs twice has two runs of spans, each beginning at row 0.
+        """
         ...
 
 
