@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from conformance.recipes.blip2 import BLIP2_RECIPES
+from conformance.recipes.gemma import GEMMA_RECIPES
+from conformance.recipes.glm import GLM_RECIPES
 from conformance.recipes.initialise import initialise
 from conformance.recipes.internvl import INTERNVL_RECIPES
 from conformance.recipes.llama import LLAMA_RECIPES
@@ -30,6 +32,8 @@ MECHANICS: Mapping[str, MechanicsRecipe] = {
         LLAVA_RECIPES,
         INTERNVL_RECIPES,
         QWEN_RECIPES,
+        GLM_RECIPES,
+        GEMMA_RECIPES,
         QWEN_VL_RECIPES,
         SMOLVLM_RECIPES,
         BLIP2_RECIPES,

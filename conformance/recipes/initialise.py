@@ -31,11 +31,36 @@ _TIED_EMBEDDING_STD = 0.1
 _TIED_FINAL_NORM = 8.0
 _SPECIAL_SCALE = 0.25
 
+#: Gemma 3: its norms multiply by 1 + weight, and its embeddings are scaled by √hidden.
+_GEMMA_ATTENTION_GAIN = 1.5
+_GEMMA_QK_NORM = 2.0
+_GEMMA_EMBEDDING_STD = 0.03
+_GEMMA_FINAL_NORM = 20.0
+
 #: Where the decoder of a vision-language model is.
 _DECODERS = ("model.language_model.", "model.text_model.", "language_model.model.")
 
-_NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn_layer_norm", "final_layer_norm")
-_MATRICES = ("v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "fc1", "fc2")
+_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+    "self_attn_layer_norm",
+    "final_layer_norm",
+)
+_MATRICES = (
+    "v_proj",
+    "o_proj",
+    "out_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "down_proj",
+    "fc1",
+    "fc2",
+)
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight")
 
 #: Parameters of a tower that are added to its rows, or are rows.
@@ -82,11 +107,17 @@ def initialise(model: nn.Module, seed: int, *, special_ids: Collection[int] = ()
     prefix = next((p for p in _DECODERS if any(name.startswith(p) for name in names)), "model.")
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight  # type: ignore[operator]
     qk_norm = any(name.endswith("q_norm.weight") for name in names)
+    gemma = type(model).__name__.startswith("Gemma3")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             z = standard_normal(seed, name, tuple(parameter.shape))
             inner = _name_in_decoder(name, prefix)
-            value = _scaled_tower(name, z) if inner is None else _scaled(inner, z, tied=tied, qk_norm=qk_norm)
+            if inner is None:
+                value = _scaled_tower(name, z)
+            elif gemma:
+                value = _scaled_gemma(inner, z)
+            else:
+                value = _scaled(inner, z, tied=tied, qk_norm=qk_norm)
             if inner in (_EMBEDDINGS if tied else ("lm_head.weight",)):
                 value[sorted(special_ids)] *= _SPECIAL_SCALE
             parameter.copy_(torch.from_numpy(value).to(parameter.dtype))
@@ -117,6 +148,22 @@ def _scaled_tower(name: str, z: NDArray[np.float64]) -> NDArray[np.float64]:
     if kind in ("q_proj", "k_proj", "query", "key"):
         value *= _ATTENTION_GAIN / _MATRIX_GAIN
     return value
+
+
+def _scaled_gemma(name: str, z: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A parameter of a tied Gemma 3 decoder."""
+    kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if kind in ("q_norm", "k_norm"):
+        return _GEMMA_QK_NORM * (1 + 0.2 * z) - 1
+    if name == "model.norm.weight":
+        return _GEMMA_FINAL_NORM * (1 + 0.2 * z) - 1
+    if kind in _NORMS:
+        return 0.2 * z
+    if kind == "embed_tokens":
+        return _GEMMA_EMBEDDING_STD * z
+    if kind in ("q_proj", "k_proj"):
+        return _GEMMA_ATTENTION_GAIN / math.sqrt(z.shape[1]) * z
+    return _scaled(name, z, tied=True, qk_norm=True)
 
 
 def _scaled(name: str, z: NDArray[np.float64], *, tied: bool, qk_norm: bool) -> NDArray[np.float64]:

@@ -58,6 +58,23 @@ QWEN_RECIPES: tuple[MechanicsRecipe, ...] = (
         seed=12,
     ),
     MechanicsRecipe(
+        name="tiny-qwen2-window",
+        summary="Qwen2 whose last two layers see a window of 16 tokens",
+        architecture="Qwen2ForCausalLM",
+        config={
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+        special=QWEN_SPECIAL,
+        end_tokens=QWEN_ENDS,
+        chat_template=_QWEN2_TEMPLATE,
+        seed=7,
+    ),
+    MechanicsRecipe(
         name="tiny-qwen3",
         summary="Qwen3: RMSNorm over each head of q and k before rope, untied head",
         architecture="Qwen3ForCausalLM",

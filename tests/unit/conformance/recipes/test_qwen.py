@@ -41,6 +41,12 @@ def test_qwen2_uses_no_sliding_window(checkpoints: Path) -> None:
     assert set(config.layer_types) == {"full_attention"}
 
 
+def test_the_window_is_on_all_layers_but_the_first(checkpoints: Path) -> None:
+    config = AutoConfig.from_pretrained(checkpoints / "tiny-qwen2-window")
+    assert config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+    assert config.sliding_window == 16
+
+
 def test_qwen3_has_norms_on_q_and_k_and_no_bias(checkpoints: Path) -> None:
     names = names_of(checkpoints, "tiny-qwen3")
     assert sum(n.endswith(("q_norm.weight", "k_norm.weight")) for n in names) == 2 * 3
