@@ -34,9 +34,13 @@ __all__ = [
 MODELS: Registry[type[DecoderModel] | type[VisionLanguageModel]] = Registry(
     "model", entry_point_group="minivllm.models"
 )
+MODELS.register("Blip2ForConditionalGeneration", "minivllm.models.blip2:Blip2ForConditionalGeneration")
 MODELS.register("Gemma3ForCausalLM", "minivllm.models.gemma3:Gemma3ForCausalLM")
 MODELS.register("Glm4ForCausalLM", "minivllm.models.glm4:Glm4ForCausalLM")
 MODELS.register("GlmForCausalLM", "minivllm.models.glm:GlmForCausalLM")
+MODELS.register(
+    "Idefics3ForConditionalGeneration", "minivllm.models.smolvlm:Idefics3ForConditionalGeneration"
+)
 MODELS.register(
     "InternVLForConditionalGeneration", "minivllm.models.internvl:InternVLForConditionalGeneration"
 )
@@ -54,6 +58,7 @@ MODELS.register(
     "Qwen2_5_VLForConditionalGeneration", "minivllm.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration"
 )
 MODELS.register("Qwen3VLForConditionalGeneration", "minivllm.models.qwen3_vl:Qwen3VLForConditionalGeneration")
+MODELS.register("SmolVLMForConditionalGeneration", "minivllm.models.smolvlm:SmolVLMForConditionalGeneration")
 
 
 def load_model_config(path: str | Path) -> ModelConfig:

@@ -29,6 +29,8 @@ __all__ = [
 ]
 
 # Here and not beside the registry: the families import that module.
+MULTIMODAL.register("Blip2ForConditionalGeneration", "minivllm.multimodal.blip2:Blip2Processor")
+MULTIMODAL.register("Idefics3ForConditionalGeneration", "minivllm.multimodal.smolvlm:SmolVLMProcessor")
 MULTIMODAL.register("InternVLForConditionalGeneration", "minivllm.multimodal.internvl:InternVLProcessor")
 MULTIMODAL.register("LlavaForConditionalGeneration", "minivllm.multimodal.llava:LlavaProcessor")
 MULTIMODAL.register(
@@ -37,3 +39,4 @@ MULTIMODAL.register(
 MULTIMODAL.register("Qwen2VLForConditionalGeneration", "minivllm.multimodal.qwen_vl:Qwen2VLProcessor")
 MULTIMODAL.register("Qwen2_5_VLForConditionalGeneration", "minivllm.multimodal.qwen_vl:Qwen25VLProcessor")
 MULTIMODAL.register("Qwen3VLForConditionalGeneration", "minivllm.multimodal.qwen_vl:Qwen3VLProcessor")
+MULTIMODAL.register("SmolVLMForConditionalGeneration", "minivllm.multimodal.smolvlm:SmolVLMProcessor")
