@@ -11,6 +11,7 @@ from PIL.Image import Image
 from minivllm.config import ModelConfig
 from minivllm.errors import ConfigError
 from minivllm.multimodal.hashing import image_hash
+from minivllm.multimodal.image_embeds import is_supplied, supplied_item
 from minivllm.multimodal.image_processor import ImageProcessor
 from minivllm.multimodal.llava import check_square
 from minivllm.multimodal.processor import Expansion, TextEncoder
@@ -60,20 +61,35 @@ class InternVLProcessor:
         self.placeholder_ids: Mapping[str, int] = {"image": self._vision.image_token_id}
         self._start, self._end = (self._id(tokenizer, token, directory) for token in (_START, _END))
 
-    def expand(self, modality: str, media: Sequence[Image], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
-        """`<img>`, the placeholders of all tiles, `</img>`; per picture."""
+    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
+        """`<img>`, the placeholders of all tiles, `</img>`; per picture.
+
+        Supplied embeddings are [rows of whole tiles, hidden], or {"image_embeds": …}.
+        """
         settings = self._images.settings(settings)
-        return [self._expand(picture, settings) for picture in media]
+        rows = self._vision.rows_per_tile
+        items = [
+            supplied_item(source, rows, "a tile has so many")
+            if is_supplied(source)
+            else self._item(source, settings)
+            for source in media
+        ]
+        return [self._expansion(item) for item in items]
 
     def positions(self, token_ids: object, spans: object, items: object) -> None:
         """Tokens are counted."""
 
-    def _expand(self, picture: Image, settings: Mapping[str, Any]) -> Expansion:
+    def _expansion(self, item: MediaItem) -> Expansion:
+        count = item.num_embeddings
+        ids = (self._start, *(self._vision.image_token_id,) * count, self._end)
+        return Expansion(item, ids, (False, *(True,) * count, False))
+
+    def _item(self, picture: Image, settings: Mapping[str, Any]) -> MediaItem:
         pixels = self._images([picture], **settings)["pixel_values"]
         check_square(pixels, self._vision.tower.image_size, settings)
         grid = self._grid(picture, settings) if pixels.shape[0] > 1 else (1, 1)
         rects = tuple(self._rects(grid))
-        item = MediaItem(
+        return MediaItem(
             content_hash=image_hash(picture, settings),
             modality="image",
             num_embeddings=len(rects),
@@ -81,8 +97,6 @@ class InternVLProcessor:
             patches=rects,
             facts={**self._images.facts, "size": picture.size, "mode": picture.mode, "grid": grid},
         )
-        ids = (self._start, *(self._vision.image_token_id,) * len(rects), self._end)
-        return Expansion(item, ids, (False, *(True,) * len(rects), False))
 
     def _grid(self, picture: Image, settings: Mapping[str, Any]) -> tuple[int, int]:
         least, most = (

@@ -12,6 +12,7 @@ from torch import Tensor
 from minivllm.config import ModelConfig
 from minivllm.errors import BadMedia
 from minivllm.multimodal.hashing import image_hash
+from minivllm.multimodal.image_embeds import is_supplied, supplied_item
 from minivllm.multimodal.image_processor import ImageProcessor
 from minivllm.multimodal.processor import Expansion, TextEncoder
 from minivllm.multimodal.rects import grid_rects
@@ -46,19 +47,33 @@ class LlavaProcessor:
         self.setting_names = self._images.setting_names
         self.placeholder_ids: Mapping[str, int] = {"image": self._vision.image_token_id}
 
-    def expand(self, modality: str, media: Sequence[Image], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
-        """One run of placeholders per picture, always equally long."""
+    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
+        """One run of placeholders per picture, always equally long.
+
+        Supplied embeddings are [rows, hidden], or {"image_embeds": …}.
+        """
         settings = self._images.settings(settings)
-        return [self._expand(picture, settings) for picture in media]
+        items = []
+        for source in media:
+            if is_supplied(source):
+                rows = self._vision.rows_per_square
+                item = supplied_item(source, rows, "one picture has so many")
+                if item.num_embeddings != rows:
+                    raise BadMedia(f"image_embeds of one picture have {rows} rows, got {item.num_embeddings}")
+            else:
+                item = self._item(source, settings)
+            items.append(item)
+        token = self._vision.image_token_id
+        return [Expansion(i, (token,) * i.num_embeddings, (True,) * i.num_embeddings) for i in items]
 
     def positions(self, token_ids: object, spans: object, items: object) -> None:
         """Tokens are counted."""
 
-    def _expand(self, picture: Image, settings: Mapping[str, Any]) -> Expansion:
+    def _item(self, picture: Image, settings: Mapping[str, Any]) -> MediaItem:
         pixels = self._images([picture], **settings)["pixel_values"]
         check_square(pixels, self._vision.tower.image_size, settings)
         count = self._vision.rows_per_square
-        item = MediaItem(
+        return MediaItem(
             content_hash=image_hash(picture, settings),
             modality="image",
             num_embeddings=count,
@@ -66,7 +81,6 @@ class LlavaProcessor:
             patches=tuple(self._rects(picture, settings))[-count:],
             facts={**self._images.facts, "size": picture.size, "mode": picture.mode},
         )
-        return Expansion(item, (self._vision.image_token_id,) * count, (True,) * count)
 
     def _rects(self, picture: Image, settings: Mapping[str, Any]) -> Iterator[PatchRect]:
         """The square in the middle of the picture, all of it for the class token."""

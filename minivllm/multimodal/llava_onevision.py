@@ -17,6 +17,7 @@ from minivllm.config import ModelConfig
 from minivllm.errors import ConfigError
 from minivllm.models.llava_onevision import feature_size
 from minivllm.multimodal.hashing import image_hash
+from minivllm.multimodal.image_embeds import is_supplied, supplied_item
 from minivllm.multimodal.image_processor import ImageProcessor
 from minivllm.multimodal.llava import check_square
 from minivllm.multimodal.processor import Expansion, TextEncoder
@@ -50,26 +51,41 @@ class LlavaOnevisionProcessor:
                 f"config.json {self._vision.pinpoints}"
             )
 
-    def expand(self, modality: str, media: Sequence[Image], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
-        """One run of placeholders per picture; how many depends on how many pictures there are."""
+    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
+        """One run of placeholders per picture; how many depends on how many pictures there are.
+
+        Supplied embeddings are [rows, hidden], or {"image_embeds": …}; they count among the
+        pictures.
+        """
         settings = self._images.settings(settings)
-        # One list of pictures per prompt: their number decides whether they are tiled.
-        made = self._images([list(media)], **settings)
-        check_square(made["pixel_values"], self._vision.tower.image_size, settings)
-        return [
-            self._expand(picture, pixels[None], sizes[None], settings)
-            for picture, pixels, sizes in zip(media, made["pixel_values"], made["image_sizes"], strict=True)
+        pictures = [source for source in media if not is_supplied(source)]
+        made = iter(self._items(pictures, len(media), settings))
+        items = [
+            supplied_item(source, 1, "any number") if is_supplied(source) else next(made) for source in media
         ]
+        token = self._vision.image_token_id
+        return [Expansion(i, (token,) * i.num_embeddings, (True,) * i.num_embeddings) for i in items]
 
     def positions(self, token_ids: object, spans: object, items: object) -> None:
         """Tokens are counted."""
 
-    def _expand(
-        self, picture: Image, pixels: Tensor, sizes: Tensor, settings: Mapping[str, Any]
-    ) -> Expansion:
+    def _items(self, pictures: list[Image], count: int, settings: Mapping[str, Any]) -> list[MediaItem]:
+        """The items of all pictures of a prompt that has `count`, supplied ones included."""
+        if not pictures:
+            return []
+        # One list per prompt: the number of pictures in it decides whether they are tiled.
+        whole = [*pictures, *[pictures[0]] * (count - len(pictures))]
+        made = self._images([whole], **settings)
+        check_square(made["pixel_values"], self._vision.tower.image_size, settings)
+        return [
+            self._item(picture, made["pixel_values"][i : i + 1], made["image_sizes"][i : i + 1], settings)
+            for i, picture in enumerate(pictures)
+        ]
+
+    def _item(self, picture: Image, pixels: Tensor, sizes: Tensor, settings: Mapping[str, Any]) -> MediaItem:
         tiles = pixels.shape[1] - 1
         rects = tuple(self._tiled(picture) if tiles else self._padded(picture))
-        item = MediaItem(
+        return MediaItem(
             # Alone or among others, the same picture has other embeddings.
             content_hash=image_hash(picture, {"settings": settings, "tiles": tiles}),
             modality="image",
@@ -78,7 +94,6 @@ class LlavaOnevisionProcessor:
             patches=rects,
             facts={**self._images.facts, "size": picture.size, "mode": picture.mode, "tiles": tiles},
         )
-        return Expansion(item, (self._vision.image_token_id,) * len(rects), (True,) * len(rects))
 
     def _tiled(self, picture: Image) -> Iterator[PatchRect]:
         """The overview, then the lines of the tiles, each ended by a row at the right edge."""

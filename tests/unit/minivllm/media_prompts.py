@@ -1,4 +1,4 @@
-"""What tests of the multimodal families share: pictures, and prompts put together by hand."""
+"""What tests of the multimodal families share: pictures, prompts put together by hand, their logits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
-from minivllm.multimodal import Expansion
+from minivllm.attention import AttentionMetadata, KVCache
+from minivllm.attention.dense import DenseBackend
+from minivllm.models import VisionLanguageModel
+from minivllm.multimodal import Expansion, MultiModalProcessor
 from minivllm.request import MediaItem, MediaSpan
 
-__all__ = ["Placed", "picture", "place"]
+__all__ = ["Placed", "logits", "picture", "place"]
+
+BLOCK = 4
 
 
 class Placed(NamedTuple):
@@ -50,3 +57,45 @@ def place(parts: Sequence[list[int] | Expansion]) -> Placed:
         assert row == item.num_embeddings
         token_ids += part.token_ids
     return Placed(token_ids, spans, items)
+
+
+def logits(model: VisionLanguageModel, processor: MultiModalProcessor, placed: Placed, chunk: int) -> Tensor:
+    """Logits of all rows, computed `chunk` rows at a time through the paged cache."""
+    length = len(placed.token_ids)
+    table = tuple(reversed(range(1, length // BLOCK + 2)))
+    cache_ = KVCache(
+        model.config,
+        num_blocks=length // BLOCK + 3,
+        block_size=BLOCK,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    backend = DenseBackend(cache_)
+    found = processor.positions(*placed)
+    positions = torch.arange(length) if found is None else torch.from_numpy(found[0])
+    ids = torch.tensor(placed.token_ids)
+    hidden = model.embed(ids)
+    encoded = {name: model.encode(item) for name, item in placed.items.items()}
+    features = max((len(e.deepstack) for e in encoded.values()), default=0)
+    deepstack = [torch.full_like(hidden, -0.0) for _ in range(features)]
+    for span in placed.spans:
+        item, rows = encoded[span.content_hash], slice(span.first_row, span.first_row + span.length)
+        hidden[span.start : span.end] = item.rows[rows]
+        for added, feature in zip(deepstack, item.deepstack, strict=True):
+            added[span.start : span.end] = feature[rows]
+    parts = []
+    for start in range(0, length, chunk):
+        end = min(start + chunk, length)
+        plan = backend.plan(
+            AttentionMetadata(
+                query_start_loc=(0, end - start),
+                starts=(start,),
+                seq_lens=(end,),
+                block_tables=(table,),
+                slot_mapping=cache_.slots(table, start, end),
+                block_size=BLOCK,
+            )
+        )
+        here = [added[start:end] for added in deepstack]
+        parts.append(model.logits(model(hidden[start:end], positions[..., start:end], plan, None, here)))
+    return torch.cat(parts)

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from minivllm.attention import AttentionMetadata, KVCache
-from minivllm.attention.dense import DenseBackend
 from minivllm.layers.ops_torch import TorchOps
 from minivllm.models import VisionLanguageModel, load_model
 from minivllm.multimodal import MULTIMODAL, MultiModalProcessor, Video
 from minivllm.tokenizer import load_tokenizer
-from tests.unit.minivllm.media_prompts import Placed, picture, place
+from tests.unit.minivllm.media_prompts import Placed, logits, picture, place
 
 NAMES = ("tiny-qwen2-vl", "tiny-qwen2-5-vl", "tiny-qwen3-vl")
 IMAGE, VIDEO = 445, 446
-BLOCK = 4
 
 
 @cache
@@ -53,48 +50,6 @@ def prompts(processor: MultiModalProcessor) -> dict[str, Placed]:
         "video": place([question, video, [444, 71, 75, 80, 81]]),
         "video, image": place([question, video, [444, 443], small, [444, 75]]),
     }
-
-
-def logits(model: VisionLanguageModel, processor: MultiModalProcessor, placed: Placed, chunk: int) -> Tensor:
-    """Logits of all rows, computed `chunk` rows at a time through the paged cache."""
-    length = len(placed.token_ids)
-    table = tuple(reversed(range(1, length // BLOCK + 2)))
-    cache_ = KVCache(
-        model.config,
-        num_blocks=length // BLOCK + 3,
-        block_size=BLOCK,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    backend = DenseBackend(cache_)
-    found = processor.positions(*placed)
-    positions = torch.arange(length) if found is None else torch.from_numpy(found[0])
-    ids = torch.tensor(placed.token_ids)
-    hidden = model.embed(ids)
-    encoded = {name: model.encode(item) for name, item in placed.items.items()}
-    features = max((len(e.deepstack) for e in encoded.values()), default=0)
-    deepstack = [torch.full_like(hidden, -0.0) for _ in range(features)]
-    for span in placed.spans:
-        item, rows = encoded[span.content_hash], slice(span.first_row, span.first_row + span.length)
-        hidden[span.start : span.end] = item.rows[rows]
-        for added, feature in zip(deepstack, item.deepstack, strict=True):
-            added[span.start : span.end] = feature[rows]
-    parts = []
-    for start in range(0, length, chunk):
-        end = min(start + chunk, length)
-        plan = backend.plan(
-            AttentionMetadata(
-                query_start_loc=(0, end - start),
-                starts=(start,),
-                seq_lens=(end,),
-                block_tables=(table,),
-                slot_mapping=cache_.slots(table, start, end),
-                block_size=BLOCK,
-            )
-        )
-        here = [added[start:end] for added in deepstack]
-        parts.append(model.logits(model(hidden[start:end], positions[..., start:end], plan, None, here)))
-    return torch.cat(parts)
 
 
 def truth(hf: Any, placed: Placed) -> Tensor:
