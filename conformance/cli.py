@@ -1,6 +1,7 @@
 """The command `conformance`.
 
-Exit status: 0 nothing failed, 1 something failed, 2 the command or a scenario file is wrong.
+Exit status: 0 something was judged and nothing failed, 1 something failed, 2 the command or one of its
+files is wrong, 3 nothing was judged (every case was skipped), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from conformance.engines import EngineNotFound, engine_names, find_engine
 from conformance.environment import describe_environment
 from conformance.models import ModelUnavailable, export_models, list_models, resolve_model
 from conformance.paths import DataMissing, data_root
-from conformance.report import as_json, as_junit, print_case, print_summary, run_fails
+from conformance.report import as_json, as_junit, nothing_judged, print_case, print_summary, run_fails
 from conformance.runner import EngineFactory
 from conformance.scenario import PROFILES, Scenario, ScenarioError, load_scenarios
 from conformance.store import RecordError, RecordStore
@@ -131,7 +132,8 @@ def _finish(
         args.json.write_text(as_json(final, stale, capabilities, environment, **should), encoding="utf-8")
     if args.junit:
         args.junit.write_text(as_junit(final, stale), encoding="utf-8")
-    return 1 if run_fails(final, stale, **should) else 0
+    failed = run_fails(final, stale, **should)
+    return 3 if nothing_judged(final) and not stale else int(failed)
 
 
 def _list(args: argparse.Namespace, console: Console) -> int:

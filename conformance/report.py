@@ -19,7 +19,7 @@ from conformance.suite import Outcome
 from conformance.verdicts import Finding, Judgement, Verdict
 from conformance.waivers import Waiver
 
-__all__ = ["as_json", "as_junit", "print_case", "print_summary", "run_fails"]
+__all__ = ["as_json", "as_junit", "nothing_judged", "print_case", "print_summary", "run_fails"]
 
 _COLOURS: Mapping[Verdict, str] = {
     Verdict.PASS: "green",
@@ -36,8 +36,17 @@ _COLOURS: Mapping[Verdict, str] = {
 def run_fails(
     outcomes: Sequence[Outcome], stale: Sequence[tuple[Waiver, str]], *, strict_should: bool = False
 ) -> bool:
-    """Whether the run as a whole failed."""
-    return bool(stale) or any(outcome.judgement.fails_run(strict_should) for outcome in outcomes)
+    """Whether the run as a whole failed; one in which nothing was judged has proven nothing."""
+    return (
+        nothing_judged(outcomes)
+        or bool(stale)
+        or any(outcome.judgement.fails_run(strict_should) for outcome in outcomes)
+    )
+
+
+def nothing_judged(outcomes: Sequence[Outcome]) -> bool:
+    """Whether no case got a verdict: all were skipped, or there is none."""
+    return all(outcome.verdict is Verdict.SKIP for outcome in outcomes)
 
 
 def print_case(console: Console, outcome: Outcome) -> None:
@@ -85,7 +94,10 @@ def print_summary(
         console.print(f"{_word(Verdict.STALE)} {text}", soft_wrap=True)
     console.print(power_line(outcomes), highlight=False, soft_wrap=True)
     name = f"{engine.engine} {engine.version}" if engine is not None else "saved histories"
-    word = "FAILED" if run_fails(outcomes, stale, strict_should=strict_should) else "passed"
+    if nothing_judged(outcomes):
+        word = f"FAILED: nothing was judged, all of {len(outcomes)} cases were skipped"
+    else:
+        word = "FAILED" if run_fails(outcomes, stale, strict_should=strict_should) else "passed"
     console.print(f"{escape(name)}, suite {EDITION}: {word}", highlight=False)
 
 

@@ -101,6 +101,10 @@ def select(scenarios: Sequence[Scenario], selection: Selection) -> list[Case]:
     for area in selection.areas:
         if area not in areas:
             raise SelectionError(f"no area {area!r}; areas are {', '.join(sorted(areas))}")
+    known = {model for s in scenarios for model in s.models}
+    for model in selection.models:
+        if model not in known:
+            raise SelectionError(f"no scenario runs model {model!r}; models are {', '.join(sorted(known))}")
     cases = []
     for scenario in scenarios:
         if selection.ids and not any(fnmatchcase(scenario.id, pattern) for pattern in selection.ids):

@@ -82,6 +82,15 @@ def test_the_command_that_reproduces_a_failure_reproduces_it(run: Run) -> None:
     assert out.count("FAIL   toy/one[block_size=4]") == 1
 
 
+def test_a_run_in_which_every_case_is_skipped_has_proven_nothing(run: Run, tmp_path: Path) -> None:
+    report = tmp_path / "r.json"
+    status, out, _ = run("run", "--engine", RIGHT, "--dtype", "bfloat16", "--json", report)
+    assert status == 3
+    assert out.count("SKIP   toy/") == 4
+    assert out.endswith(": FAILED: nothing was judged, all of 4 cases were skipped\n")
+    assert json.loads(report.read_text(encoding="utf-8"))["failed"] is True
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -89,7 +98,9 @@ def test_the_command_that_reproduces_a_failure_reproduces_it(run: Run) -> None:
         (["run", "--engine", "nope"], "unknown engine 'nope'"),
         (["run", "--area", "nope"], "no area 'nope'"),
         (["run", "--point", "block_size"], "--point takes OPTION=VALUE, got 'block_size'"),
-        (["run", "--model", "other"], "nothing is selected"),
+        (["run", "--model", "other"], "no scenario runs model 'other'; models are toy"),
+        (["run", "--model", "toy", "--model", "other"], "no scenario runs model 'other'"),
+        (["run", "--point", "block_size=99"], "nothing is selected"),
         (["explain", "nope/nope"], "no scenario matches"),
         (["models", "path", "nope"], "unknown model 'nope'"),
     ],

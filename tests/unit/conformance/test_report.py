@@ -122,6 +122,8 @@ def test_what_fails_a_run() -> None:
         wanted = verdict in (Verdict.FAIL, Verdict.ERROR, Verdict.STALE)
         assert run_fails([outcome(Verdict.PASS), outcome(verdict)], []) is wanted, verdict
     assert run_fails([outcome(Verdict.PASS)], [(WAIVER, "x")])
+    assert run_fails([outcome(Verdict.SKIP), outcome(Verdict.SKIP)], [])
+    assert run_fails([], [])
 
 
 def test_a_failed_should_fails_the_run_only_when_asked() -> None:

@@ -108,7 +108,7 @@ def test_area_model_and_point_narrow_it_down(scenarios: list[Scenario]) -> None:
         ({"ids": ("a/qick",)}, "no scenario matches 'a/qick'"),
         ({"ids": ("a/quick", "z/*")}, "no scenario matches 'z/\\*'"),
         ({"areas": ("c",)}, "no area 'c'; areas are a, b"),
-        ({"models": ("other",)}, "nothing is selected"),
+        ({"models": ("toy", "other")}, "no scenario runs model 'other'; models are toy"),
         ({"point": {"block_size": "9"}}, "nothing is selected"),
         ({"areas": ("b",), "profile": "smoke"}, "nothing is selected"),
     ],
