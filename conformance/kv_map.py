@@ -25,7 +25,7 @@ from conformance.runner import Skipped, engine_requests
 from conformance.scenario import Scenario, ScenarioError, load_scenarios
 from conformance.store import RecordError, RecordStore
 
-__all__ = ["MapError", "add_parser", "main", "run", "snapshot_of"]
+__all__ = ["MapError", "add_parser", "main", "parser", "run", "snapshot_of"]
 
 
 class MapError(ValueError):
@@ -34,16 +34,21 @@ class MapError(ValueError):
 
 def add_parser(subcommands: Any) -> argparse.ArgumentParser:
     """Add `kv-map` to an argparse subcommand table; `run` carries out what it parsed."""
-    parser: argparse.ArgumentParser = subcommands.add_parser("kv-map", help="draw a KV cache")
-    _fill(parser)
-    return parser
+    made: argparse.ArgumentParser = subcommands.add_parser("kv-map", help="draw a KV cache")
+    _fill(made)
+    return made
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `conformance kv-map`."""
+    made = argparse.ArgumentParser(prog="conformance kv-map", description=__doc__)
+    _fill(made)
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kv-map` on its own; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="conformance kv-map", description=__doc__)
-    _fill(parser)
-    return run(parser.parse_args(argv))
+    return run(parser().parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from conformance import cli as conformance_cli
-from conformance import golden_cli
+from conformance import golden_cli, kv_map
 from conformance.fuzz import cli as fuzz_cli
 from conformance.scenario import load_scenario
 from minivllm import cli as minivllm_cli
 
-OWN_PARSERS = {"golden": golden_cli.parser(), "fuzz": fuzz_cli.parser()}
+OWN_PARSERS = {"golden": golden_cli.parser(), "fuzz": fuzz_cli.parser(), "kv-map": kv_map.parser()}
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 
@@ -61,6 +61,8 @@ def test_every_command_shown_is_one_that_exists(page: str, line: str) -> None:
             OWN_PARSERS[words[1]].parse_args(words[2:])
         elif name == "conformance":
             conformance_cli.parser().parse_args(words[1:])
+        elif words[:2] == ["minivllm", "bench"]:
+            minivllm_cli.parser().parse_args(words[1:])
         elif name == "minivllm":
             # The model's path comes from a command in the line; here any path will do.
             at = words.index("--model")
@@ -111,6 +113,24 @@ def test_the_scenario_of_the_scenarios_page_is_a_scenario(tmp_path: Path) -> Non
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert load_scenario(path, tmp_path).id == "prefix-cache/salt-isolation"
+
+
+def test_the_wasted_slots_of_the_cache_page_are_those_the_benchmark_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    [printed] = [block for block in fenced(ROOT / "docs" / "kv-cache.md", "text") if "workload" in block]
+    assert minivllm_cli.main(["bench", "kv-waste", "--workload", "short"]) == 0
+    assert capsys.readouterr().out.strip() in printed
+
+
+def test_the_map_of_the_cache_page_is_the_one_that_is_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    [printed] = [block for block in fenced(ROOT / "docs" / "kv-cache.md", "text") if "KV cache of" in block]
+    assert conformance_cli.main(["kv-map", "fork/swap-space-just-enough", "--step", "8"]) == 0
+    shown = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
+    assert [line for line in printed.splitlines() if line != "…" and line not in shown] == []
 
 
 @pytest.mark.parametrize("variant", ["StaleDirectory", "SharedPageFreed", "WholePromptHit"])
