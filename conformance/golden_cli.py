@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 def scenario_requests(root: Path) -> list[GoldenRequest]:
     """Every request of every scenario below `root`/scenarios that a golden check judges."""
     return [
-        GoldenRequest(label, request)
+        GoldenRequest(label, request, scenario.requests[label.rpartition(":")[2]].traced)
         for scenario in load_scenarios(root / "scenarios")
         for label, request in scenario.golden_requests()
     ]
@@ -118,13 +118,16 @@ def _record(args: argparse.Namespace) -> int:
         traced = item.traced or (args.traced is not None and fnmatchcase(item.label, args.traced))
         key = request_key(request)
         if key in store:
-            tally[_known(store, key, source, item.label)] += 1
+            tally[_known(store, key, source, item.label, traced)] += 1
             continue
         group = todo.setdefault((source, request["dtype"]), {})
-        group.setdefault(key, GoldenRequest(item.label, request, traced))
+        known = group.get(key)
+        if known is not None:
+            traced, item = traced or known.traced, known
+        group[key] = GoldenRequest(item.label, request, traced)
     count = sum(map(len, todo.values()))
     for (source, _), items in todo.items():
-        reference = Reference(source)
+        reference = Reference(source, root)
         for key, item in items.items():
             number = f"[{tally['recorded'] + tally['failed'] + 1}/{count}]"
             done = _record_one(
@@ -134,9 +137,12 @@ def _record(args: argparse.Namespace) -> int:
     return _finish(tally, ("recorded", "already there", "failed"), bool(tally["failed"]))
 
 
-def _known(store: RecordStore, key: str, source: ModelSource, label: str) -> str:
+def _known(store: RecordStore, key: str, source: ModelSource, label: str, traced: bool) -> str:
     try:
-        store.get(key, source.sha256)
+        record = store.get(key, source.sha256)
+        if traced and not record.stages:
+            name = f"{record.model}/{record.case}"
+            raise RecordError(f"{name} is recorded without stages; ask a traced request something else")
     except RecordError as error:
         print(f"FAILED {label}: {error}")
         return "failed"
@@ -238,7 +244,7 @@ def _chosen(
     for record in sorted(records, key=lambda r: (r.model, r.dtype)):
         if reference is None or reference.source.name != record.model:
             try:
-                reference = Reference(_source(args, record.model, root))
+                reference = Reference(_source(args, record.model, root), root)
             except ModelUnavailable as error:
                 tally["skipped"] += 1
                 print(f"skipped     {record.model}/{record.case}: {error}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ __all__ = [
     "load_hf",
     "load_tokenizer",
     "prompt_token_ids",
+    "text_decoder",
+    "text_model",
 ]
 
 #: Rope kinds whose buffers no forward pass changes, so that one model object may serve many cases.
@@ -107,6 +110,23 @@ def has_stateless_rope(config: Any) -> bool:
     tables = [parameters] if "rope_type" in parameters else list(parameters.values())
     kinds = {t.get("rope_type", "default") if isinstance(t, Mapping) else "unknown" for t in tables}
     return bool(kinds) and kinds <= STATELESS_ROPE
+
+
+def text_decoder(module: Any) -> Any:
+    """The stack of decoder layers inside a model, whatever wraps it."""
+    inner = module.get_decoder()
+    while inner is not module:
+        module, inner = inner, inner.get_decoder()
+    return module
+
+
+def text_model(module: Any) -> Any:
+    """The model that answers a prompt without pictures: itself, but for one that insists on some."""
+    parameters = inspect.signature(module.forward).parameters
+    needs_pixels = parameters.get("pixel_values")
+    if needs_pixels is not None and needs_pixels.default is inspect.Parameter.empty:
+        return module.language_model
+    return module
 
 
 def eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:

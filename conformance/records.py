@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ArmError", "GoldenRecord", "LogitTable", "Yardstick"]
+__all__ = [
+    "ArmError",
+    "GoldenRecord",
+    "LogitTable",
+    "MediaRecord",
+    "SpanRecord",
+    "Yardstick",
+    "media_embeddings",
+    "prompt_embeddings",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,45 @@ class LogitTable:
 
 
 @dataclass(frozen=True, slots=True)
+class SpanRecord:
+    """A run of placeholder tokens in the prompt.
+
+    Attributes:
+        start, length: in prompt token ids.
+        item: which picture or video of the prompt it belongs to.
+        first_row: which of the item's embeddings its first token takes.
+    """
+
+    start: int
+    length: int
+    item: int
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRecord:
+    """What Hugging Face made of a prompt's pictures and videos.
+
+    Attributes:
+        items: per picture or video, in the order of the prompt: "modality", "digests" of its files,
+            "names" they had when recorded, "rows" (embeddings), and per family "grid_thw",
+            "fps", "size" of the picture.
+        spans: where their embeddings stand.
+        processor, image_processor: the classes that made the model's inputs; the latter's name
+            tells the backend.
+        positions: [prompt tokens, 3] int64 (time, height, width) under M-RoPE, else None.
+        position_delta: what is added to the index of a generated token to get its position.
+    """
+
+    items: tuple[Mapping[str, Any], ...]
+    spans: tuple[SpanRecord, ...]
+    processor: str
+    image_processor: str
+    positions: NDArray[np.int64] | None = None
+    position_delta: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GoldenRecord:
     """One request and the truth about it.
 
@@ -78,9 +126,11 @@ class GoldenRecord:
         output: logits that chose each generated token; row i chose token_ids[i].
         prompt: logits at prompt positions, when prompt logprobs are asked; row i predicts
             prompt token i + 1.
-        stages: stage name → array, for traced cases: "positions" [n], "embeddings" [n, hidden],
-            "hidden.i" after layer i, "final" after the last norm, "k.i" and "v.i" [n, kv heads,
-            head_dim], "logits" [generated, vocab]; n = prompt + generated - 1 positions.
+        stages: stage name → array, for traced cases: "positions" [n] (or [n, 3] under M-RoPE),
+            "embeddings" [n, hidden] with those of pictures in their places, "deepstack.i"
+            [n, hidden] added after layer i, "hidden.i" after layer i, "final" after the last norm,
+            "k.i" and "v.i" [n, kv heads, head_dim], "logits" [generated, vocab]; n = prompt +
+            generated - 1 positions. "pixels" is what the image processor made of the pictures.
         stage_bands: stage name → error of correct full forward passes in the record's dtype
             (largest of eager and sdpa) against the truth, over all values of the stage.
     """
@@ -103,3 +153,38 @@ class GoldenRecord:
     prompt: LogitTable | None = None
     stages: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     stage_bands: Mapping[str, ArmError] = field(default_factory=dict)
+    media: MediaRecord | None = None
+
+
+def media_embeddings(record: GoldenRecord, item: int) -> tuple[NDArray[np.float32], dict[str, Any]]:
+    """[rows, hidden] of one picture or video of a traced record, and the facts about it.
+
+    Raises:
+        ValueError: the record is not traced, or has no such item.
+    """
+    if record.media is None or item >= len(record.media.items) or "embeddings" not in record.stages:
+        raise ValueError(
+            f"{record.model}/{record.case} holds no embeddings of picture {item}: record it traced"
+        )
+    facts = dict(record.media.items[item])
+    tables = ["embeddings", *sorted(name for name in record.stages if name.startswith("deepstack."))]
+    rows = np.zeros((facts["rows"], len(tables), record.stages["embeddings"].shape[1]), np.float32)
+    for span in record.media.spans:
+        if span.item == item:
+            for k, name in enumerate(tables):
+                values = record.stages[name][span.start : span.start + span.length]
+                rows[span.first_row : span.first_row + span.length, k] = values
+    # Deepstack rows stand beside the embedding they belong to, as published engines take them.
+    return rows.reshape(len(rows), -1), facts
+
+
+def prompt_embeddings(record: GoldenRecord) -> NDArray[np.float32]:
+    """[prompt tokens, hidden] of a traced record.
+
+    Raises:
+        ValueError: the record is not traced.
+    """
+    if "embeddings" not in record.stages:
+        raise ValueError(f"{record.model}/{record.case} holds no embeddings: record it traced")
+    rows: NDArray[np.float32] = record.stages["embeddings"][: len(record.prompt_token_ids)]
+    return rows

@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,20 +22,22 @@ from numpy.typing import NDArray
 
 from conformance import EDITION, RECORD_SCHEMA
 from conformance.adapters.base import ModelSource
-from conformance.canonical import CanonicalError, parse_canonical, request_key
+from conformance.assets import AssetError, asset_directory, asset_of_digest
+from conformance.canonical import CanonicalError, media_parts, parse_canonical, request_key
 from conformance.hf_models import (
     HFModel,
     NoTruth,
     has_stateless_rope,
     load_config,
     load_hf,
-    load_tokenizer,
-    prompt_token_ids,
+    text_model,
 )
-from conformance.hf_stages import traced_forward
-from conformance.records import ArmError, GoldenRecord, LogitTable
+from conformance.hf_prompts import OpenedMedia, Prompt, PromptMaker, open_picture
+from conformance.hf_stages import prompt_positions, traced_forward
+from conformance.paths import data_root
+from conformance.records import ArmError, GoldenRecord, LogitTable, MediaRecord
 from conformance.store import check_weights
-from conformance.yardstick import error_between, forward, measure_yardstick
+from conformance.yardstick import error_between, forward, full_logits, measure_yardstick
 
 __all__ = ["TOP_IDS", "Reference", "NoTruth", "StageVerdict", "logit_table"]
 
@@ -64,18 +67,23 @@ class StageVerdict:
 class Reference:
     """Answers requests for one model.
 
-    A model object is reused only where no forward pass can change its rotary buffers; every other
-    model is loaded afresh for each use.
+    A model object is reused only where no forward pass can change its rotary buffers, nor the
+    position delta a vision-language model keeps; every other model is loaded afresh for each use.
 
     Args:
         source: the checkpoint.
+        root: directory with scenarios/assets; the default is the suite's own.
     """
 
-    def __init__(self, source: ModelSource) -> None:
+    def __init__(self, source: ModelSource, root: Path | None = None) -> None:
         self.source = source
+        self._assets = asset_directory(root or data_root())
         self._config = load_config(source.path)
-        self._tokenizer = load_tokenizer(source.path)
-        self._reusable = has_stateless_rope(self._config)
+        self._text_config = self._config.get_text_config(decoder=True)
+        self._make_prompt = PromptMaker(source.path, self._config)
+        self._tokenizer = self._make_prompt.tokenizer
+        self._stateless_rope = has_stateless_rope(self._text_config)
+        self._reusable = self._stateless_rope and self._text_config is self._config
         self._loaded: dict[tuple[str, str], HFModel] = {}
 
     def record(self, request: Mapping[str, Any], case: str, *, traced: bool = False) -> GoldenRecord:
@@ -94,8 +102,8 @@ class Reference:
                 f"the request is for {request['model']!r}, this reference is about {self.source.name!r}"
             )
         dtype = request["dtype"]
-        prompt = prompt_token_ids(self._tokenizer, request["prompt"])
-        self._check_rope(len(prompt) + request["max_tokens"])
+        prompt = self._prompt(request)
+        self._check_rope(len(prompt.token_ids) + request["max_tokens"])
         tokens, stop_reason, stopped = self._generate(request, prompt)
         output, prompt_table, stages = self._numbers(
             dtype, prompt, tokens, request["prompt_logprobs"], traced
@@ -115,9 +123,9 @@ class Reference:
             model=self.source.name,
             case=case,
             request=request,
-            provenance=self._provenance(dtype),
+            provenance=self._provenance(dtype) | ({"pillow": version("pillow")} if prompt.media else {}),
             dtype=dtype,
-            prompt_token_ids=prompt,
+            prompt_token_ids=prompt.token_ids,
             token_ids=tokens,
             text=self._text(tokens[:-1] if stopped else tokens),
             finish_reason="stop" if stopped else "length",
@@ -127,6 +135,7 @@ class Reference:
             prompt=prompt_table,
             stages=stages,
             stage_bands=self._stage_bands(dtype, prompt, tokens, stages),
+            media=self._media(dtype, prompt),
         )
 
     def verify(self, record: GoldenRecord) -> list[StageVerdict]:
@@ -136,29 +145,59 @@ class Reference:
             WrongWeights: the checkpoint here is not the recorded one.
         """
         check_weights(record, self.source.sha256)
-        prompt, tokens = record.prompt_token_ids, record.token_ids
-        same_prompt = prompt_token_ids(self._tokenizer, record.request["prompt"]) == prompt
+        prompt, tokens = self._prompt(record.request), record.token_ids
+        same_prompt = prompt.token_ids == record.prompt_token_ids
+        verdicts = [StageVerdict("prompt_ids", "same" if same_prompt else "changed")]
+        if record.media is not None:
+            verdicts.append(_compare_media(self._media(record.dtype, prompt), record.media))
+        if not same_prompt:
+            # Text can be judged along the recorded ids all the same; pictures would be elsewhere.
+            if record.media is not None:
+                return verdicts
+            prompt = Prompt(record.prompt_token_ids)
         asked = record.prompt is not None
         rows, stages = self._rows(record.dtype, prompt, tokens, asked, bool(record.stages))
-        verdicts = [StageVerdict("prompt_ids", "same" if same_prompt else "changed")]
         for stage, recorded in record.stages.items():
             band = record.stage_bands.get(stage, ArmError(0.0, 0.0))
             verdicts.append(_compare(stage, stages[stage], recorded, band))
         band = ArmError(record.yardstick.R, record.yardstick.M)
         output = rows[len(rows) - len(tokens) :]
         if record.prompt is not None:
-            verdicts.append(_compare_table("prompt_logits", rows[: len(prompt) - 1], record.prompt, band))
+            count = len(record.prompt_token_ids) - 1
+            verdicts.append(_compare_table("prompt_logits", rows[:count], record.prompt, band))
         verdicts.append(_compare_table("output_logits", output, record.output, band))
         chosen = output.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         agrees = bool((output.max(dim=1).values - chosen <= max(_TIE, 2 * band.max)).all())
         verdicts.append(StageVerdict("token_ids", "same" if agrees else "changed"))
         return verdicts
 
+    def _prompt(self, request: Mapping[str, Any]) -> Prompt:
+        media = [self._open(part) for part in media_parts(request["prompt"])]
+        return self._make_prompt(request["prompt"], media, request.get("mm_processor_kwargs"))
+
+    def _open(self, part: Mapping[str, Any]) -> OpenedMedia:
+        [(modality, value)] = part.items()
+        digests = [value] if modality == "image" else value["frames"]
+        try:
+            assets = [asset_of_digest(self._assets, digest) for digest in digests]
+        except AssetError as error:
+            raise NoTruth(str(error)) from error
+        facts = {"digests": digests, "names": [asset.name for asset in assets]}
+        pictures = tuple(open_picture(asset.path) for asset in assets)
+        return OpenedMedia(modality, pictures, None if modality == "image" else value.get("fps"), facts)
+
+    def _media(self, dtype: str, prompt: Prompt) -> MediaRecord | None:
+        """What is recorded about the prompt's pictures, positions among it."""
+        if prompt.media is None:
+            return None
+        positions, delta = prompt_positions(self._model(dtype, "truth").module, prompt)
+        return replace(prompt.media, positions=positions, position_delta=delta)
+
     def _check_rope(self, length: int) -> None:
-        if self._reusable:
+        if self._stateless_rope:
             return
-        parameters = getattr(self._config, "rope_parameters", None) or {}
-        limit = parameters.get("original_max_position_embeddings", self._config.max_position_embeddings)
+        parameters = getattr(self._text_config, "rope_parameters", None) or {}
+        limit = parameters.get("original_max_position_embeddings", self._text_config.max_position_embeddings)
         if length > limit:
             raise NoTruth(
                 f"{self.source.name} has rope kind {parameters.get('rope_type')!r}, and {length} tokens "
@@ -167,7 +206,7 @@ class Reference:
             )
 
     def _generate(
-        self, request: Mapping[str, Any], prompt: Sequence[int]
+        self, request: Mapping[str, Any], prompt: Prompt
     ) -> tuple[tuple[int, ...], int | None, bool]:
         """Greedy ids, the stop token id that ended them (None for EOS), and whether one did."""
         model = self._model(request["dtype"], "truth")
@@ -176,42 +215,43 @@ class Reference:
         config = transformers.GenerationConfig(
             do_sample=False, max_new_tokens=request["max_tokens"], eos_token_id=ends or None, pad_token_id=0
         )
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt.token_ids)])
         # An explicit mask: without one, generate takes pad ids inside the prompt for padding.
         mask = torch.ones_like(ids)
-        answer = model.module.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        tokens = tuple(answer[0, len(prompt) :].tolist())
+        module = model.module if prompt.inputs else text_model(model.module)
+        inputs = prompt.inputs_for(ids.shape[1], module.dtype)
+        answer = module.generate(input_ids=ids, attention_mask=mask, generation_config=config, **inputs)
+        tokens = tuple(answer[0, ids.shape[1] :].tolist())
         stopped = tokens[-1] in ends
         return tokens, (tokens[-1] if stopped and tokens[-1] not in eos else None), stopped
 
     def _numbers(
-        self, dtype: str, prompt: Sequence[int], tokens: Sequence[int], asked: bool, traced: bool
+        self, dtype: str, prompt: Prompt, tokens: Sequence[int], asked: bool, traced: bool
     ) -> tuple[LogitTable, LogitTable | None, dict[str, NDArray[Any]]]:
         rows, stages = self._rows(dtype, prompt, tokens, asked, traced)
         output = logit_table(rows[len(rows) - len(tokens) :])
-        return output, (logit_table(rows[: len(prompt) - 1]) if asked else None), stages
+        return output, (logit_table(rows[: len(prompt.token_ids) - 1]) if asked else None), stages
 
     def _rows(
-        self, dtype: str, prompt: Sequence[int], tokens: Sequence[int], asked: bool, traced: bool
+        self, dtype: str, prompt: Prompt, tokens: Sequence[int], asked: bool, traced: bool
     ) -> tuple[torch.Tensor, dict[str, NDArray[Any]]]:
         """Float64 logits at all positions if `asked`, else at those that chose a token; stages."""
         module = self._model(dtype, "truth").module
-        ids = [*prompt, *tokens[:-1]]
-        keep = 0 if asked else len(tokens)
-        if not traced:
-            return forward(module, ids, keep=keep), {}
-        return traced_forward(module, ids, keep, len(tokens))
+        if traced:
+            return traced_forward(module, prompt, tokens, 0 if asked else len(tokens))
+        if asked:
+            return forward(module, [*prompt.token_ids, *tokens[:-1]], prompt=prompt), {}
+        return full_logits(module, prompt, tokens), {}
 
     def _stage_bands(
-        self, dtype: str, prompt: Sequence[int], tokens: Sequence[int], truth: Mapping[str, NDArray[Any]]
+        self, dtype: str, prompt: Prompt, tokens: Sequence[int], truth: Mapping[str, NDArray[Any]]
     ) -> dict[str, ArmError]:
         if not truth:
             return {}
-        ids = [*prompt, *tokens[:-1]]
         bands: dict[str, ArmError] = {}
         for attention in ("eager", "sdpa"):
             module = self._model(dtype, attention).module
-            _, stages = traced_forward(module, ids, len(tokens), len(tokens))
+            _, stages = traced_forward(module, prompt, tokens, len(tokens))
             for stage, values in stages.items():
                 error, known = error_between(values, truth[stage]), bands.get(stage, ArmError(0.0, 0.0))
                 bands[stage] = ArmError(max(error.rms, known.rms), max(error.max, known.max))
@@ -307,3 +347,15 @@ def _compare_table(stage: str, rows: torch.Tensor, recorded: LogitTable, band: A
         np.column_stack([recorded.top_logits, recorded.logsumexp]),
         band,
     )
+
+
+def _compare_media(made: MediaRecord | None, recorded: MediaRecord) -> StageVerdict:
+    """Files, spans, processor and positions are the same, or they are not."""
+    if made is None:
+        return StageVerdict("media", "changed")
+    same = replace(made, positions=None) == replace(recorded, positions=None)
+    if made.positions is None or recorded.positions is None:
+        same = same and made.positions is None and recorded.positions is None
+    else:
+        same = same and np.array_equal(made.positions, recorded.positions)
+    return StageVerdict("media", "same" if same else "changed")

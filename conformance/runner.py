@@ -12,6 +12,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from conformance import EDITION, HISTORY_SCHEMA
 from conformance.adapters.base import (
     Capabilities,
@@ -20,6 +23,7 @@ from conformance.adapters.base import (
     EngineError,
     EngineOutput,
     EngineRequest,
+    Media,
     ModelSource,
     PoolState,
     Stages,
@@ -32,8 +36,9 @@ from conformance.damage import damaged_copy
 from conformance.drive import Drive, step_features
 from conformance.environment import describe_environment
 from conformance.history import History, Operation, Pass, RequestRun
+from conformance.media import engine_chat
 from conformance.observe import OWN_TOP, kv_digests, reduce_logits
-from conformance.records import GoldenRecord
+from conformance.records import GoldenRecord, media_embeddings, prompt_embeddings
 from conformance.scenario import RequestSpec, Scenario
 from conformance.store import RecordError, RecordStore
 
@@ -81,6 +86,7 @@ def skip_reason(scenario: Scenario, point: Mapping[str, Any], capabilities: Capa
     for request in scenario.requests.values():
         wanted |= {feature for name, feature in _REQUEST_FEATURES.items() if name in request.sampling}
         wanted |= {"sampling"} if request.sampling["temperature"] > 0 else set()
+        wanted |= _media_features(request)
     for feature in sorted(wanted - capabilities.features):
         reason = capabilities.missing.get(feature)
         return f"{capabilities.engine} lacks {feature}" + (f": {reason}" if reason else "")
@@ -89,6 +95,12 @@ def skip_reason(scenario: Scenario, point: Mapping[str, Any], capabilities: Capa
         if option not in capabilities.options and point[option] != values[0]:
             return f"{capabilities.engine} does not honour the option {option}"
     return None
+
+
+def _media_features(request: RequestSpec) -> set[str]:
+    if request.prompt_as == "embeddings":
+        return {"prompt_embeds"}
+    return {"image_embeds"} if request.media_as == "embeddings" else {ref.modality for ref in request.media}
 
 
 def run_scenario(
@@ -283,9 +295,10 @@ class _ScenarioRun:
         chat = None
         if "chat" in spec.prompt or "messages" in spec.prompt:
             canonical = spec.canonical(self.point["model"], self.point["dtype"])
-            chat = tuple(canonical["prompt"]["messages"])
+            chat = engine_chat(canonical["prompt"]["messages"])
         # A scenario that needs the engine's own tokenizer or template gets no ids to lean on.
-        if ids is None and record is not None and not {"text", "chat"} & set(self.scenario.needs):
+        own = {"text", "chat"} & set(self.scenario.needs)
+        if (ids is None or spec.media) and record is not None and not own:
             ids = record.prompt_token_ids
         return EngineRequest(
             request_id=spec.name,
@@ -296,7 +309,31 @@ class _ScenarioRun:
             cache_salt=spec.cache_salt,
             priority=spec.priority,
             capture=self._capture(spec),
+            media=tuple(self._media(spec)),
+            mm_processor_kwargs=spec.mm_processor_kwargs,
+            prompt_embeds=self._prompt_embeds(spec),
         )
+
+    def _media(self, spec: RequestSpec) -> Iterator[Media]:
+        """The request's pictures: their files, or what the golden record says a model sees in them."""
+        record = self.goldens[spec.name].record
+        for i, ref in enumerate(spec.media):
+            paths = tuple(asset.path for asset in ref.assets)
+            if spec.media_as == "embeddings":
+                if record is None:
+                    raise RecordError(f"{spec.name}: {self.goldens[spec.name].error or 'it has no golden'}")
+                rows, facts = media_embeddings(record, i)
+                yield Media(ref.modality, paths, ref.fps, rows, facts)
+            else:
+                yield Media(ref.modality, paths, ref.fps)
+
+    def _prompt_embeds(self, spec: RequestSpec) -> NDArray[np.float32] | None:
+        if spec.prompt_as == "tokens":
+            return None
+        record = self.goldens[spec.name].record
+        if record is None:
+            raise RecordError(f"{spec.name}: {self.goldens[spec.name].error or 'it has no golden'}")
+        return prompt_embeddings(record)
 
     def _sampling(self, spec: RequestSpec) -> dict[str, Any]:
         """What the scenario asks; and logprobs, where they are the only numbers the engine shows."""
@@ -314,7 +351,15 @@ class _ScenarioRun:
             capture.add("prompt_logits")
         if self.scenario.check("same_under") and "bitwise" in self.capabilities.features:
             capture.add("kv")
+        if self.scenario.check("stages_within_band"):
+            capture |= {name.partition(".")[0] for name in self._stages_to_keep(spec.name)}
         return frozenset(capture)
+
+    def _stages_to_keep(self, name: str) -> list[str]:
+        """Stages that the golden holds too, and that the engine captures row by row."""
+        record = self.goldens[request_of(name)].record
+        kinds = ("positions", "embeddings", "deepstack", "hidden")
+        return [stage for stage in (record.stages if record else ()) if stage.partition(".")[0] in kinds]
 
     def _forced(self, name: str) -> EngineRequest:
         record = self.goldens[name].record
@@ -342,5 +387,6 @@ class _ScenarioRun:
             output_rows=reduce_logits(stages.get("logits"), None if record is None else record.output),
             prompt_rows=reduce_logits(stages.get("prompt_logits"), None if record is None else record.prompt),
             kv_digests=kv_digests(stages),
+            stages={n: stages[n].tolist() for n in self._stages_to_keep(name) if n in stages},
             refused=refused,
         )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from conformance.adapters.base import request_of
+from conformance.assets import ASSETS
 from conformance.canonical import CanonicalError, canonical_request
 from conformance.checks import CHECKS, lint
+from conformance.media import MediaError, MediaRef, find_media, with_digests
 from conformance.pairwise import pairwise
 from conformance.prompts import generate_prompt
 from conformance.schema import (
@@ -78,8 +80,11 @@ class RequestSpec:
     """One request of a scenario.
 
     Attributes:
-        prompt: one of {"text": str}, {"messages": [...]}, {"token_ids": [...]}; generated prompts
-            are token ids here.
+        prompt: one of {"text": str}, {"chat": [...]}, {"messages": [...]}, {"token_ids": [...]};
+            generated prompts are token ids here. Pictures are named as in the file.
+        media: the files of its pictures and videos, in the order of the prompt.
+        media_as, prompt_as: "embeddings" when the engine gets those of the golden record.
+        traced: whether its golden record keeps stages.
         sampling: the parameters the scenario set; temperature and max_tokens are always there.
         line: line of its name in the file.
     """
@@ -90,6 +95,11 @@ class RequestSpec:
     cache_salt: str | None
     priority: int
     line: int
+    media: tuple[MediaRef, ...] = ()
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    media_as: str = "pixels"
+    prompt_as: str = "tokens"
+    traced: bool = False
 
     @property
     def has_golden(self) -> bool:
@@ -110,11 +120,12 @@ class RequestSpec:
         return canonical_request(
             model=model,
             dtype=dtype,
-            prompt=self.prompt,
+            prompt=with_digests(self.prompt, self.media),
             max_tokens=self.max_tokens,
             ignore_eos=self.sampling.get("ignore_eos", False),
             stop_token_ids=self.sampling.get("stop_token_ids", ()),
             prompt_logprobs=self.sampling.get("prompt_logprobs") is not None,
+            mm_processor_kwargs=self.mm_processor_kwargs,
         )
 
 
@@ -233,8 +244,10 @@ def load_scenario(path: Path, root: Path) -> Scenario:
     expected = path.relative_to(root).with_suffix("").as_posix()
     if model.id != expected:
         problems.append((("id",), f"id {model.id!r} must be the path {expected!r}"))
+    media, media_problems = _media(model, root / ASSETS)
+    problems += media_problems
     if not problems:
-        scenario = _scenario(model, document)
+        scenario = _scenario(model, document, media)
         problems += _golden_problems(scenario)
     if problems:
         raise ScenarioError(
@@ -256,9 +269,28 @@ def _dotted(where: Sequence[str | int]) -> str:
     return text.removeprefix(".")
 
 
-def _scenario(model: ScenarioModel, document: Document) -> Scenario:
+def _media(
+    model: ScenarioModel, directory: Path
+) -> tuple[dict[str, tuple[MediaRef, ...]], list[tuple[Location, str]]]:
+    """The files of each request's pictures, and what is wrong with them."""
+    found: dict[str, tuple[MediaRef, ...]] = {}
+    problems: list[tuple[Location, str]] = []
+    for name, request in model.requests.items():
+        try:
+            found[name] = find_media(_prompt(request), directory)
+        except MediaError as error:
+            problems.append((("requests", name, *error.where), str(error)))
+            continue
+        if request.media_as == "embeddings" and not found[name]:
+            problems.append((("requests", name, "media_as"), "the request has no picture"))
+    return found, problems
+
+
+def _scenario(
+    model: ScenarioModel, document: Document, media: Mapping[str, tuple[MediaRef, ...]]
+) -> Scenario:
     requests = {
-        name: _request(name, request, document.line(("requests", name)))
+        name: _request(name, request, document.line(("requests", name)), media[name])
         for name, request in model.requests.items()
     }
     steps: list[Step] = []
@@ -302,12 +334,28 @@ def _values(values: Any) -> list[Any]:
     return values if isinstance(values, list) else [values]
 
 
-def _request(name: str, model: RequestModel, line: int) -> RequestSpec:
+def _prompt(model: RequestModel) -> dict[str, Any]:
     form = next(form for form in PROMPT_FORMS if getattr(model, form) is not None)
     value = getattr(model, form)
     prompt = {"token_ids": list(generate_prompt(value))} if form == "generate" else {form: value}
+    return prompt | ({"media": model.media} if model.media is not None else {})
+
+
+def _request(name: str, model: RequestModel, line: int, media: tuple[MediaRef, ...]) -> RequestSpec:
     given = {n: getattr(model, n) for n in SAMPLING_NAMES if getattr(model, n) is not None}
-    return RequestSpec(name, prompt, given, model.cache_salt, model.priority, line)
+    return RequestSpec(
+        name,
+        _prompt(model),
+        given,
+        model.cache_salt,
+        model.priority,
+        line,
+        media=media,
+        mm_processor_kwargs=model.mm_processor_kwargs,
+        media_as=model.media_as,
+        prompt_as=model.prompt_as,
+        traced=model.traced or "embeddings" in (model.media_as, model.prompt_as),
+    )
 
 
 def _names(args: Any) -> list[str]:

@@ -114,7 +114,12 @@ class EngineOptions(_Closed):
 
 
 class RequestModel(_Closed):
-    """A prompt in one of five forms, sampling parameters (vLLM's names), salt and priority."""
+    """A prompt in one of five forms, sampling parameters (vLLM's names), salt and priority.
+
+    `media` are pictures and videos beside a text or token ids; a chat holds them as parts.
+    `media_as` and `prompt_as` hand over what the golden record says a model makes of them, instead
+    of the pixels or the prompt; `traced` makes the record keep its stages, as those two need.
+    """
 
     text: Text | None = None
     chat: list[dict[str, Any] | str] | None = None
@@ -147,19 +152,26 @@ class RequestModel(_Closed):
 
     cache_salt: Text | None = None
     priority: int = 0
+    media: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    mm_processor_kwargs: dict[Text, Any] = {}
+    media_as: Literal["pixels", "embeddings"] = "pixels"
+    prompt_as: Literal["tokens", "embeddings"] = "tokens"
+    traced: bool = False
 
     @model_validator(mode="after")
     def _one_prompt(self) -> RequestModel:
         given = [name for name in PROMPT_FORMS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(PROMPT_FORMS)}; got {given or 'none'}")
+        if self.media is not None and given[0] in ("chat", "messages"):
+            raise ValueError(f"a {given[0]} holds its pictures as parts, not under media")
         return self
 
 
 PROMPT_FORMS = ("text", "chat", "messages", "token_ids", "generate")
-SAMPLING_NAMES = tuple(
-    n for n in RequestModel.model_fields if n not in (*PROMPT_FORMS, "cache_salt", "priority")
-)
+#: Fields of a request that are neither its prompt nor a sampling parameter.
+_OTHER_FIELDS = ("cache_salt", "priority", "media", "mm_processor_kwargs", "media_as", "prompt_as", "traced")
+SAMPLING_NAMES = tuple(n for n in RequestModel.model_fields if n not in (*PROMPT_FORMS, *_OTHER_FIELDS))
 
 
 class Run(_Closed):

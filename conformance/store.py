@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,17 @@ from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
 from conformance import RECORD_SCHEMA
-from conformance.canonical import CanonicalError, request_key
+from conformance.canonical import CanonicalError, media_parts, request_key
 from conformance.manifest import Manifest, ManifestError, sign
 from conformance.paths import data_root
-from conformance.records import ArmError, GoldenRecord, LogitTable, Yardstick
+from conformance.records import (
+    ArmError,
+    GoldenRecord,
+    LogitTable,
+    MediaRecord,
+    SpanRecord,
+    Yardstick,
+)
 
 __all__ = [
     "CorruptedRecord",
@@ -56,8 +63,9 @@ class RecordSchemaError(RecordError):
 
 
 # Fields of the JSON file; tables and stages lie in the safetensors file.
-_FIELDS = frozenset(f.name for f in fields(GoldenRecord)) - {"output", "prompt"}
+_FIELDS = frozenset(f.name for f in fields(GoldenRecord)) - {"output", "prompt", "media"}
 _TABLE = {"top_ids": np.int64, "top_logits": np.float64, "logsumexp": np.float64}
+_POSITIONS = "media.positions"
 _CASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -193,6 +201,18 @@ def _to_plain(record: GoldenRecord) -> dict[str, Any]:
         "yardstick": _plain_errors(record.yardstick.arms),
         "stages": sorted(record.stages),
         "stage_bands": _plain_errors(record.stage_bands),
+        # Only where there is any, so that records of texts stay as they were.
+        **({} if record.media is None else {"media": _plain_media(record.media)}),
+    }
+
+
+def _plain_media(media: MediaRecord) -> dict[str, Any]:
+    return {
+        "items": [dict(item) for item in media.items],
+        "spans": [asdict(span) for span in media.spans],
+        "processor": media.processor,
+        "image_processor": media.image_processor,
+        "position_delta": media.position_delta,
     }
 
 
@@ -202,6 +222,8 @@ def _to_arrays(record: GoldenRecord) -> dict[str, NDArray[Any]]:
     for name, table in tables.items():
         arrays |= {f"{name}.{field}": getattr(table, field) for field in _TABLE}
     arrays |= {f"stage.{name}": array for name, array in record.stages.items()}
+    if record.media is not None and record.media.positions is not None:
+        arrays[_POSITIONS] = record.media.positions
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
@@ -209,12 +231,14 @@ def _from_plain(name: str, values: Any, arrays: Mapping[str, NDArray[Any]]) -> G
     schema = values.get("schema") if isinstance(values, dict) else None
     if schema != RECORD_SCHEMA:
         raise RecordSchemaError(f"golden/{name} has schema {schema!r}; this suite reads {RECORD_SCHEMA}")
-    if set(values) != _FIELDS:
-        odd = sorted(set(values) ^ _FIELDS)
+    if set(values) - {"media"} != _FIELDS:
+        odd = sorted(set(values) - {"media"} ^ _FIELDS)
         raise RecordSchemaError(f"golden/{name} has unknown or missing fields: {', '.join(odd)}")
     tables = {"output"} | ({"prompt"} if any(a.startswith("prompt.") for a in arrays) else set())
     try:
         expected = {f"{t}.{f}" for t in tables for f in _TABLE} | {f"stage.{s}" for s in values["stages"]}
+        if "media" in values:
+            expected |= {_POSITIONS} & set(arrays)
         if set(arrays) != expected:
             odd = sorted(set(arrays) ^ expected)
             raise RecordSchemaError(
@@ -230,15 +254,27 @@ def _from_plain(name: str, values: Any, arrays: Mapping[str, NDArray[Any]]) -> G
                 "prompt": _table(arrays, "prompt") if "prompt" in tables else None,
                 "stages": {stage: arrays[f"stage.{stage}"] for stage in values["stages"]},
                 "stage_bands": _errors(values["stage_bands"]),
+                "media": _media(values["media"], arrays) if "media" in values else None,
             }
         )
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise RecordSchemaError(f"golden/{name} has a field of another form: {error}") from error
     try:
         _check(record)
     except RecordError as error:
         raise CorruptedRecord(f"corrupted: golden/{name}: {error}") from error
     return record
+
+
+def _media(values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> MediaRecord:
+    return MediaRecord(
+        **dict(values)
+        | {
+            "items": tuple(values["items"]),
+            "spans": tuple(SpanRecord(**span) for span in values["spans"]),
+            "positions": arrays.get(_POSITIONS),
+        }
+    )
 
 
 def _plain_errors(errors: Mapping[str, ArmError]) -> dict[str, dict[str, float]]:
@@ -275,6 +311,7 @@ def _check(record: GoldenRecord) -> None:
     if not record.provenance.get("weights_sha256"):
         problems.append("provenance names no weights_sha256")
     problems += _table_problems("output", record.output, len(record.token_ids))
+    problems += _media_problems(record)
     asked = bool(record.request.get("prompt_logprobs"))
     if (record.prompt is not None) != asked:
         problems.append(f"prompt logits are {'missing' if asked else 'there though not asked for'}")
@@ -282,6 +319,24 @@ def _check(record: GoldenRecord) -> None:
         problems += _table_problems("prompt", record.prompt, len(record.prompt_token_ids) - 1)
     if problems:
         raise RecordError(f"record {record.model}/{record.case}: " + "; ".join(problems))
+
+
+def _media_problems(record: GoldenRecord) -> list[str]:
+    media, length = record.media, len(record.prompt_token_ids)
+    asked = len(media_parts(record.request["prompt"])) if "prompt" in record.request else 0
+    if media is None:
+        return [f"the request has {asked} pictures, the record tells of none"] if asked else []
+    problems = []
+    if len(media.items) != asked:
+        problems.append(f"the request has {asked} pictures, the record tells of {len(media.items)}")
+    for i, item in enumerate(media.items):
+        if sum(span.length for span in media.spans if span.item == i) != item.get("rows"):
+            problems.append(f"the spans of picture {i} do not hold its {item.get('rows')} embeddings")
+    if any(span.start < 0 or span.length < 1 or span.start + span.length > length for span in media.spans):
+        problems.append(f"a span lies outside of the prompt's {length} tokens")
+    if media.positions is not None and media.positions.shape != (length, 3):
+        problems.append(f"positions are {media.positions.shape} for {length} prompt tokens")
+    return problems
 
 
 def _table_problems(name: str, table: LogitTable, rows: int) -> list[str]:

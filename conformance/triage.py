@@ -1,11 +1,13 @@
 """Triage: where a wrong answer first went wrong, stage by stage.
 
-Order: prompt ids → positions → embeddings → hidden state after layer i → logits → sampling. The
-first stage outside of its band names the component to look at.
+Order: prompt ids → pixels → positions → embeddings (those of pictures in their places) → deepstack
+rows → hidden state after layer i → logits → sampling. The first stage outside of its band names the
+component to look at.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ from conformance.checks.logits import row_errors
 from conformance.history import RequestRun
 from conformance.records import GoldenRecord
 
-__all__ = ["Suspect", "triage"]
+__all__ = ["Suspect", "ordered_stages", "stage_error", "triage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,46 +57,69 @@ def triage(case: Case, request: str) -> Suspect | None:
     for ids in (run.output.prompt_token_ids, run.prompt_token_ids):
         if ids is not None and tuple(ids) != record.prompt_token_ids:
             return Suspect("prompt ids", None, None, True, "the prompt ids differ from the golden's")
-    names = [n for n in _ordered(record.stages) if n in run.stages]
+    names = [n for n in ordered_stages(record.stages) if n in run.stages]
     for name in names:
-        found = _stage(name, np.asarray(run.stages[name]), record)
-        if found is not None:
+        found = stage_error(name, run, record)
+        if isinstance(found, Suspect):
             return found
     traced = bool(names)
     return _logits(case, run, record, traced) or _sampling(case, run, record)
 
 
-def _ordered(stages: Any) -> list[str]:
+def ordered_stages(stages: Iterable[str]) -> list[str]:
     """Stage names in the order of computation; others are not compared."""
-    hidden = sorted(int(n.removeprefix("hidden.")) for n in stages if n.startswith("hidden."))
-    first = [n for n in ("positions", "embeddings") if n in stages]
+
+    def numbered(prefix: str) -> list[str]:
+        return sorted((n for n in stages if n.startswith(prefix)), key=lambda n: int(n.removeprefix(prefix)))
+
+    first = [n for n in ("pixels", "positions", "embeddings") if n in stages]
     last = [n for n in ("final",) if n in stages]
-    return [*first, *(f"hidden.{i}" for i in hidden), *last]
+    return [*first, *numbered("deepstack."), *numbered("hidden."), *last]
 
 
-def _stage(name: str, mine: NDArray[Any], record: GoldenRecord) -> Suspect | None:
-    truth = np.asarray(record.stages[name])
+def stage_error(name: str, run: RequestRun, record: GoldenRecord) -> Suspect | float:
+    """What is wrong with a stage of a run, or its largest error in multiples of its yardstick.
+
+    Rows are compared as far as the run's context is the golden's; rows it took from its prefix
+    cache were never captured.
+    """
+    mine, truth = np.asarray(run.stages[name]), np.asarray(record.stages[name])
     if mine.shape[1:] != truth.shape[1:]:
         text = f"{name}: rows of shape {mine.shape[1:]}, the truth's are {truth.shape[1:]}"
         return Suspect(name, None, None, True, text)
-    rows = min(len(mine), len(truth))
+    first, last = (0, len(truth)) if name == "pixels" else _shared_rows(run, record)
+    last = min(last, len(mine), len(truth))
+    if last <= first:
+        return 0.0
+    mine, truth = mine[first:last].reshape(last - first, -1), truth[first:last].reshape(last - first, -1)
     if name == "positions":
-        wrong = np.flatnonzero((mine[:rows] != truth[:rows]).reshape(rows, -1).any(axis=1))
+        wrong = np.flatnonzero((mine != truth).any(axis=1))
         if wrong.size:
             at = int(wrong[0])
-            return Suspect(name, at, None, True, f"positions: row {at} is {mine[at]}, not {truth[at]}")
-        return None
-    scale = stage_yardstick(record, name, truth)
-    errors = np.abs(mine[:rows].astype(np.float64) - truth[:rows].astype(np.float64)).reshape(rows, -1)
+            text = f"positions: row {first + at} is {mine[at].tolist()}, not {truth[at].tolist()}"
+            return Suspect(name, first + at, None, True, text)
+        return 0.0
+    scale = stage_yardstick(record, name, np.asarray(record.stages[name]))
+    errors = np.abs(mine.astype(np.float64) - truth.astype(np.float64))
     # NaN compares false both ways, so the band is written as what must hold.
     outside = np.flatnonzero(~(errors <= BAND * scale).all(axis=1))
     if not outside.size:
-        return None
+        return float(errors.max() / scale)
     at = int(outside[0])
     size = float(np.max(errors[at]) / scale)
-    return Suspect(
-        name, at, size, True, f"{name}: row {at} is off by {size:.3g} × what rounding explains ({scale:.3g})"
-    )
+    text = f"{name}: row {first + at} is off by {size:.3g} × what rounding explains ({scale:.3g})"
+    return Suspect(name, first + at, size, True, text)
+
+
+def _shared_rows(run: RequestRun, record: GoldenRecord) -> tuple[int, int]:
+    """First and last row (exclusive) that the run computed in the golden's context."""
+    output = run.output
+    ids = (output.token_ids if output else None) or ()
+    # Zip on purpose: a run that merely stops early agrees as far as it goes.
+    pairs = enumerate(zip(ids, record.token_ids, strict=False))
+    agreed = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(record.token_ids)))
+    cached = (output.num_cached_tokens if output else None) or 0
+    return cached, len(record.prompt_token_ids) + agreed
 
 
 def stage_yardstick(record: GoldenRecord, name: str, truth: NDArray[Any]) -> float:

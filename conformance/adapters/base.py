@@ -30,6 +30,7 @@ __all__ = [
     "EngineOutput",
     "EngineRequest",
     "KVAccess",
+    "Media",
     "ModelSource",
     "PoolState",
     "Snapshots",
@@ -73,6 +74,10 @@ FEATURES: Mapping[str, str] = {
     "snapshot": "shows every block of its KV cache, and who holds it",
     "bitwise": "promises bitwise equal results under any batch, chunk, hit or preemption",
     "update_weights": "can exchange weights while loaded",
+    "image": "takes pictures: in chats, beside text, and beside token ids",
+    "video": "takes videos as frames and frames per second",
+    "image_embeds": "takes the embeddings of pictures instead of pixels",
+    "prompt_embeds": "takes a prompt as embeddings",
     "strict_loading": "refuses a checkpoint that is incomplete or does not fit the model",
     "strict_rope": "refuses rope kinds whose own reference depends on call history, past their length",
     "sliding_windows": "computes layers that see a sliding window",
@@ -116,12 +121,36 @@ class Capabilities:
     missing: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Media:
+    """One picture or video of a request.
+
+    Attributes:
+        modality: "image" or "video".
+        paths: the file of a picture, or one per frame of a video.
+        fps: frames per second of a video, None if nobody knows.
+        embeddings: [rows, hidden] float32, what the vision side of the model makes of it; then the
+            engine must not look at the pixels (feature "image_embeds").
+        facts: what else a record says about it, such as its grid of patches ("grid_thw").
+    """
+
+    modality: str
+    paths: tuple[Path, ...]
+    fps: float | None = None
+    embeddings: NDArray[np.float32] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One request, as handed to an adapter.
 
     Exactly one of `text`, `chat` is set when the scenario gave the prompt so; `prompt_token_ids`
     is then set too whenever the golden ids are known. An engine that takes ids uses the ids.
+
+    Pictures and videos are in `media`, in the order of the prompt. In a chat, a content part
+    {"type": "image"} or {"type": "video"} stands for the next of them; in a text or in ids given by
+    the scenario, a placeholder of the model does. Golden ids hold the whole expansion of each.
 
     A request for n sequences (`sampling["n"]`) is answered by n outputs, see `sequence_names`.
 
@@ -130,6 +159,8 @@ class EngineRequest:
             the scenario set. `temperature` is always there.
         forced_token_ids: teacher forcing, for engines with "forced_decode".
         capture: stage names to capture, for engines with "stages".
+        mm_processor_kwargs: settings of the image processor for this request.
+        prompt_embeds: [tokens, hidden] float32 instead of ids, for engines with "prompt_embeds".
     """
 
     request_id: str
@@ -141,6 +172,9 @@ class EngineRequest:
     cache_salt: str | None = None
     priority: int = 0
     capture: frozenset[str] = frozenset()
+    media: tuple[Media, ...] = ()
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prompt_embeds: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

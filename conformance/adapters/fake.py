@@ -117,6 +117,10 @@ class FakeEngine:
             "parallel_sampling",
             "swap",
             "snapshot",
+            "image",
+            "video",
+            "image_embeds",
+            "prompt_embeds",
         }
         return Capabilities(
             engine="fake",

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor
 
 from conformance.adapters.base import (
@@ -21,10 +22,13 @@ from conformance.adapters.base import (
     EngineError,
     EngineOutput,
     EngineRequest,
+    Media,
     ModelSource,
     TokenLogprob,
 )
-from conformance.hf_models import HFModel, NoTruth, load_hf, load_tokenizer, prompt_token_ids
+from conformance.hf_models import HFModel, NoTruth, load_config, load_hf, text_model
+from conformance.hf_prompts import OpenedMedia, Prompt, PromptMaker, open_picture
+from conformance.yardstick import forward, full_logits
 
 __all__ = ["HFAdapter", "HFSdpaAdapter"]
 
@@ -48,7 +52,9 @@ _SERVED = frozenset(
     }
 )
 
-_models: OrderedDict[tuple[str, str, str], tuple[HFModel, Any]] = OrderedDict()
+_NOT_ENTERED = "the adapter is not entered: use it in a `with` statement"
+
+_models: OrderedDict[tuple[str, str, str], tuple[HFModel, PromptMaker]] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class HFAdapter:
         self._dtype = str(options.get("dtype", "float32"))
         self._device = str(options.get("device", "auto"))
         self._model: HFModel | None = None
-        self._tokenizer: Any = None
+        self._make_prompt: PromptMaker | None = None
 
     def __enter__(self) -> HFAdapter:
         if self._device not in ("auto", "cpu"):
@@ -79,11 +85,11 @@ class HFAdapter:
         key = (str(self._source.path), self._dtype, self.attention)
         if key not in _models:
             loaded = load_hf(self._source.path, getattr(torch, self._dtype), self.attention)
-            _models[key] = (loaded, load_tokenizer(self._source.path))
+            _models[key] = (loaded, PromptMaker(self._source.path, load_config(self._source.path)))
             while len(_models) > KEPT_MODELS:
                 _models.popitem(last=False)
         _models.move_to_end(key)
-        self._model, self._tokenizer = _models[key]
+        self._model, self._make_prompt = _models[key]
         if self._source.sha256.startswith("damaged-"):
             del _models[key]
         return self
@@ -91,7 +97,7 @@ class HFAdapter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._model = self._tokenizer = None
+        self._model = self._make_prompt = None
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -109,6 +115,8 @@ class HFAdapter:
                     "forced_decode",
                     "stop_strings",
                     "sliding_windows",
+                    "image",
+                    "video",
                 }
             ),
             missing={"sampling": "greedy only: its random numbers are not ours"},
@@ -135,7 +143,7 @@ class HFAdapter:
             request_id=request.request_id,
             text=text,
             finished=True,
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=prompt.token_ids,
             token_ids=tuple(answer.tokens),
             choice_token_ids=tuple(answer.logits.argmax(dim=-1).tolist()),
             logprobs=_logprobs(answer.logits, answer.tokens, request.sampling.get("logprobs")),
@@ -147,7 +155,7 @@ class HFAdapter:
 
     # ---- computing ------------------------------------------------------------------------------
 
-    def _decode(self, request: EngineRequest, prompt: Sequence[int]) -> _Answer:
+    def _decode(self, request: EngineRequest, prompt: Prompt) -> _Answer:
         """Greedy decoding with the cache, by `generate`."""
         sampling = request.sampling
         config = transformers.GenerationConfig(
@@ -158,59 +166,64 @@ class HFAdapter:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        ids = torch.tensor([list(prompt)])
-        answer = self._loaded.module.generate(
+        module = self._loaded.module
+        ids = torch.tensor([list(prompt.token_ids)])
+        answer = (module if prompt.inputs else text_model(module)).generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),  # without one, pad ids in a prompt count as padding
             generation_config=config,
-            stopping_criteria=transformers.StoppingCriteriaList([self._stop_string_reached(request, prompt)]),
+            stopping_criteria=transformers.StoppingCriteriaList(
+                [self._stop_string_reached(request, ids.shape[1])]
+            ),
+            **prompt.inputs_for(ids.shape[1], module.dtype),
         )
-        tokens = answer.sequences[0, len(prompt) :].tolist()
+        tokens = answer.sequences[0, ids.shape[1] :].tolist()
         return _Answer(tokens, torch.cat(answer.logits).float())
 
-    def _stop_string_reached(self, request: EngineRequest, prompt: Sequence[int]) -> Callable[..., Tensor]:
+    def _stop_string_reached(self, request: EngineRequest, start: int) -> Callable[..., Tensor]:
         """A stopping criterion for `generate`.
 
         Transformers' own `stop_strings` matches token by token and refuses some tokenizers.
         """
 
         def reached(ids: Tensor, *_: Any, **__: Any) -> Tensor:
-            text = self._text(request, ids[0, len(prompt) :].tolist())
+            text = self._text(request, ids[0, start:].tolist())
             return torch.tensor([any(stop in text for stop in _stop_strings(request))])
 
         return reached
 
-    def _forced(self, request: EngineRequest, prompt: Sequence[int]) -> _Answer:
+    def _forced(self, request: EngineRequest, prompt: Prompt) -> _Answer:
         """One full forward pass along the forced ids."""
         forced = list(request.forced_token_ids or ())[: request.sampling["max_tokens"]]
-        rows = self._rows([*prompt, *forced])
-        return _Answer(forced, rows[len(prompt) - 1 : -1])
-
-    def _rows(self, token_ids: Sequence[int]) -> Tensor:
-        logits: Tensor = self._loaded.module(
-            input_ids=torch.tensor([list(token_ids)]), use_cache=False
-        ).logits[0]
-        return logits.float()
+        return _Answer(forced, full_logits(self._loaded.module, prompt, forced).float())
 
     def _prompt_logprobs(
-        self, request: EngineRequest, prompt: Sequence[int]
+        self, request: EngineRequest, prompt: Prompt
     ) -> tuple[tuple[TokenLogprob, ...] | None, ...] | None:
         count = request.sampling.get("prompt_logprobs")
         if count is None:
             return None
-        entries = _logprobs(self._rows(prompt)[:-1], prompt[1:], count)
+        rows = forward(self._loaded.module, prompt.token_ids, prompt=prompt)
+        entries = _logprobs(rows[:-1].float(), prompt.token_ids[1:], count)
         return (None, *(entries or ()))
 
     # ---- words ----------------------------------------------------------------------------------
 
-    def _prompt(self, request: EngineRequest) -> tuple[int, ...]:
-        if request.prompt_token_ids is not None:
-            if not request.prompt_token_ids:
+    def _prompt(self, request: EngineRequest) -> Prompt:
+        if self._make_prompt is None:
+            raise RuntimeError(_NOT_ENTERED)
+        ids = request.prompt_token_ids
+        if ids is not None and not request.media:
+            if not ids:
                 raise NoTruth("the prompt is empty: give at least one token")
-            return prompt_token_ids(self._tokenizer, {"token_ids": request.prompt_token_ids})
+            return Prompt(ids)
+        form: dict[str, Any] = {"text": request.text}
         if request.chat is not None:
-            return prompt_token_ids(self._tokenizer, {"messages": [dict(m) for m in request.chat]})
-        return prompt_token_ids(self._tokenizer, {"text": request.text})
+            form = {"messages": [dict(m) for m in request.chat]}
+        elif request.text is None:
+            form = {"token_ids": ids}
+        media = [_opened(one) for one in request.media]
+        return self._make_prompt(form, media, request.mm_processor_kwargs)
 
     def _ends(self, request: EngineRequest) -> set[int]:
         eos = set() if request.sampling.get("ignore_eos") else set(self._loaded.eos_token_ids)
@@ -231,9 +244,10 @@ class HFAdapter:
         return text, "length", None
 
     def _text(self, request: EngineRequest, tokens: Sequence[int]) -> str:
-        if self._tokenizer is None or request.sampling.get("detokenize") is False:
+        tokenizer = self._make_prompt.tokenizer if self._make_prompt else None
+        if tokenizer is None or request.sampling.get("detokenize") is False:
             return ""
-        text: str = self._tokenizer.decode(
+        text: str = tokenizer.decode(
             list(tokens),
             skip_special_tokens=request.sampling.get("skip_special_tokens", True),
             clean_up_tokenization_spaces=False,
@@ -243,7 +257,7 @@ class HFAdapter:
     @property
     def _loaded(self) -> HFModel:
         if self._model is None:
-            raise RuntimeError("the adapter is not entered: use it in a `with` statement")
+            raise RuntimeError(_NOT_ENTERED)
         return self._model
 
 
@@ -252,6 +266,14 @@ class HFSdpaAdapter(HFAdapter):
 
     attention: ClassVar[str] = "sdpa"
     name: ClassVar[str] = "hf-sdpa"
+
+
+def _opened(media: Media) -> OpenedMedia:
+    try:
+        pictures = tuple(open_picture(path) for path in media.paths)
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise NoTruth(f"{media.paths[0].name} is no picture: {error}") from error
+    return OpenedMedia(media.modality, pictures, media.fps)
 
 
 def _stop_strings(request: EngineRequest) -> list[str]:

@@ -31,6 +31,7 @@ from conformance.checks.logprobs import logprobs_by_value
 from conformance.checks.metamorphic import same_under
 from conformance.checks.outputs import cached_tokens, error, finish_reason, text_equals
 from conformance.checks.sampling import sampled_within_kept_set
+from conformance.checks.stages import stages_within_band
 from conformance.checks.tokens import tokens_match_golden
 from conformance.history import History
 from conformance.power import power_of
@@ -57,6 +58,7 @@ CHECKS: Mapping[str, Check] = {
     "tokens_match_golden": Check(tokens_match_golden, lint_requests, golden=True),
     "logits_within_yardstick": Check(logits_within_yardstick, lint_yardstick, golden=True),
     "logprobs_by_value": Check(logprobs_by_value, lint_requests, golden=True),
+    "stages_within_band": Check(stages_within_band, lint_requests, golden=True),
     "cached_tokens": Check(cached_tokens, lint_cached),
     "finish_reason": Check(finish_reason, lint_finish_reason),
     "text_equals": Check(text_equals, lint_text_equals),

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.canonical import CanonicalError, canonical_request, parse_canonical, request_key
+from conformance.canonical import (
+    CanonicalError,
+    canonical_request,
+    media_parts,
+    parse_canonical,
+    request_key,
+)
 
+RED, BLUE = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 BASE: dict[str, Any] = {"model": "m", "prompt": {"text": "hi"}, "max_tokens": 4}
 
 
@@ -43,6 +50,35 @@ def test_the_key_of_a_request_never_changes_between_releases() -> None:
 def test_every_way_to_write_one_user_message_is_the_same_request(prompt: dict[str, Any]) -> None:
     request = canonical_request(model="m", prompt=prompt, max_tokens=4)
     assert request["prompt"] == {"messages": [{"role": "user", "content": "ab"}]}
+
+
+def test_pictures_stay_where_they_stand_between_joined_texts() -> None:
+    chat = ["a", {"text": "b"}, {"image": RED}, {"text": "c"}, {"video": {"fps": 2, "frames": [RED, BLUE]}}]
+    request = canonical_request(model="m", prompt={"chat": chat}, max_tokens=4)
+    video = {"video": {"frames": [RED, BLUE], "fps": 2.0}}
+    content = [{"text": "ab"}, {"image": RED}, {"text": "c"}, video]
+    assert request["prompt"] == {"messages": [{"role": "user", "content": content}]}
+    assert media_parts(request["prompt"]) == [{"image": RED}, video]
+
+
+def test_pictures_beside_a_text_or_ids_are_kept_in_order() -> None:
+    for prompt in ({"text": "hi"}, {"token_ids": [1, 2]}):
+        asked = {**prompt, "media": [{"image": BLUE}, {"image": RED}]}
+        request = canonical_request(model="m", prompt=asked, max_tokens=4)
+        assert request["prompt"] == asked
+        assert media_parts(request["prompt"]) == [{"image": BLUE}, {"image": RED}]
+    assert media_parts({"text": "hi"}) == []
+
+
+def test_another_picture_order_or_setting_is_another_request() -> None:
+    def key(*parts: Any, **settings: Any) -> str:
+        prompt = {"chat": [*({"image": part} for part in parts), {"text": "hi"}]}
+        return request_key(canonical_request(model="m", prompt=prompt, max_tokens=4, **settings))
+
+    plain = key(RED, BLUE)
+    others = [key(BLUE, RED), key(RED), key(), key(RED, BLUE, mm_processor_kwargs={"max_pixels": 9})]
+    assert len({plain, *others}) == 5
+    assert key(RED, BLUE, mm_processor_kwargs={}) == plain
 
 
 def test_message_roles_and_order_are_kept() -> None:
@@ -88,7 +124,20 @@ def test_everything_that_changes_the_truth_changes_the_key(change: dict[str, Any
         ({"prompt": {"token_ids": "12"}}, "must be a list of token ids"),
         ({"prompt": {"chat": []}}, "not empty"),
         ({"prompt": {"chat": "hi"}}, "must be a list"),
-        ({"prompt": {"chat": [{"image": "x.png"}]}}, "content part must be text"),
+        ({"prompt": {"chat": [{"image": "x.png"}]}}, "named by its content, 'sha256:…' in hex, got 'x.png'"),
+        ({"prompt": {"chat": [{"sound": "x"}]}}, "content part must be text"),
+        ({"prompt": {"chat": [{"image": RED, "text": "a"}]}}, "content part must be text"),
+        ({"prompt": {"chat": [{"image": RED}], "media": [{"image": RED}]}}, "media belong into the parts"),
+        ({"prompt": {"text": "a", "media": []}}, "media must be a list that is not empty"),
+        ({"prompt": {"text": "a", "media": [{"text": "b"}]}}, "content part must be text"),
+        ({"prompt": {"chat": [{"video": [RED]}]}}, "a video must be"),
+        ({"prompt": {"chat": [{"video": {"frames": []}}]}}, "a video must be"),
+        (
+            {"prompt": {"chat": [{"video": {"frames": [RED], "fps": 0}}]}},
+            "fps must be a number above 0, got 0",
+        ),
+        ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs must be a mapping of names"),
+        ({"mm_processor_kwargs": {"size": {1, 2}}}, "mm_processor_kwargs must be plain data"),
         ({"prompt": {"messages": [{"role": "user"}]}}, "exactly role and content"),
         (
             {"prompt": {"messages": [{"role": "user", "content": "a", "name": "b"}]}},
@@ -115,8 +164,25 @@ def test_unknown_and_missing_fields_are_refused() -> None:
         parse_canonical({"model": "m"})
 
 
+DIGESTS = st.sampled_from([RED, BLUE])
+PICTURES = st.one_of(
+    st.fixed_dictionaries({"image": DIGESTS}),
+    st.fixed_dictionaries(
+        {
+            "video": st.fixed_dictionaries(
+                {"frames": st.lists(DIGESTS, min_size=1, max_size=2)}, optional={"fps": st.integers(1, 3)}
+            )
+        }
+    ),
+)
+PARTS = st.lists(st.one_of(st.fixed_dictionaries({"text": st.text()}), PICTURES), min_size=1, max_size=3)
 MESSAGES = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text()}),
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "user", "assistant"]),
+            "content": st.one_of(st.text(), PARTS),
+        }
+    ),
     min_size=1,
     max_size=3,
 )
@@ -126,6 +192,7 @@ REQUESTS = st.fixed_dictionaries(
         "dtype": st.sampled_from(["float32", "bfloat16"]),
         "prompt": st.one_of(
             st.fixed_dictionaries({"text": st.text()}),
+            st.fixed_dictionaries({"text": st.text(), "media": st.lists(PICTURES, min_size=1, max_size=2)}),
             st.fixed_dictionaries({"messages": MESSAGES}),
             st.fixed_dictionaries({"token_ids": st.lists(st.integers(0, 10**6), min_size=1)}),
         ),
@@ -133,7 +200,8 @@ REQUESTS = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "stop_token_ids": st.lists(st.integers(0, 10**6), max_size=3),
         "prompt_logprobs": st.booleans(),
-    }
+    },
+    optional={"mm_processor_kwargs": st.dictionaries(st.text(), st.integers(), max_size=2)},
 )
 
 

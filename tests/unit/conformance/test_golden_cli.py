@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -93,6 +94,8 @@ def test_record_takes_the_requests_of_all_scenarios(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Scenario:
+        requests: ClassVar[dict[str, Any]] = {n: SimpleNamespace(traced=False) for n in ("a", "b")}
+
         def golden_requests(self) -> list[tuple[str, dict[str, Any]]]:
             # The same request twice: recorded once.
             return [("s:a", canonical_request(**request())), ("s:b", canonical_request(**request()))]

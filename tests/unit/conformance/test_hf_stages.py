@@ -13,6 +13,8 @@ from conformance.hf_stages import traced_forward
 from conformance.yardstick import forward
 
 IDS = [5, 9, 11, 30, 31, 40, 6]
+#: The last token is chosen, not computed.
+PROMPT, TOKENS = IDS[:5], [*IDS[5:], 12]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def module(tiny_checkpoint: Path) -> Any:
 
 
 def test_every_stage_is_there_with_its_shape_and_type(module: Any) -> None:
-    _, stages = traced_forward(module, IDS, keep=3, num_tokens=3)
+    _, stages = traced_forward(module, PROMPT, TOKENS, keep=3)
     assert {name: (a.shape, a.dtype.name) for name, a in stages.items()} == {
         "positions": ((7,), "int64"),
         "embeddings": ((7, 32), "float32"),
@@ -37,7 +39,7 @@ def test_every_stage_is_there_with_its_shape_and_type(module: Any) -> None:
 
 
 def test_stages_are_what_transformers_itself_reports(module: Any) -> None:
-    logits, stages = traced_forward(module, IDS, keep=0, num_tokens=3)
+    logits, stages = traced_forward(module, PROMPT, TOKENS, keep=0)
     cache = DynamicCache()
     output = module(torch.tensor([IDS]), output_hidden_states=True, cache=cache)
     hidden = [h[0].float().numpy() for h in output.hidden_states]
@@ -56,13 +58,13 @@ def test_tracing_changes_no_bit_of_the_logits_and_leaves_no_hook(module: Any) ->
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
     before = hooks()
-    traced, _ = traced_forward(module, IDS, keep=3, num_tokens=3)
+    traced, _ = traced_forward(module, PROMPT, TOKENS, keep=3)
     assert torch.equal(traced, forward(module, IDS, keep=3))
     assert hooks() == before
 
 
 def test_the_last_layers_output_leads_to_the_final_norm(module: Any) -> None:
-    _, stages = traced_forward(module, IDS, keep=1, num_tokens=1)
+    _, stages = traced_forward(module, IDS, TOKENS[-1:], keep=1)
     normed = module.model.norm(torch.from_numpy(stages["hidden.1"]).double())
     np.testing.assert_allclose(stages["final"], normed.float().numpy(), rtol=1e-5, atol=1e-5)
 
@@ -70,7 +72,7 @@ def test_the_last_layers_output_leads_to_the_final_norm(module: Any) -> None:
 def test_a_decoder_of_another_build_is_refused() -> None:
     class Odd(torch.nn.Module):
         def get_decoder(self) -> torch.nn.Module:
-            return torch.nn.Linear(1, 1)
+            return self
 
-    with pytest.raises(NoTruth, match="Linear has no layers, norm, rotary_emb"):
-        traced_forward(Odd(), IDS, keep=1, num_tokens=1)
+    with pytest.raises(NoTruth, match="Odd has no layers and norm"):
+        traced_forward(Odd(), IDS, TOKENS[-1:], keep=1)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from conformance.assets import find_asset
 from conformance.canonical import request_key
+from conformance.manifest import sign
 from conformance.scenario import CheckSpec, Scenario, ScenarioError, load_scenario, load_scenarios
 
 HEAD = """schema: 1
@@ -277,3 +279,85 @@ def test_run_has_all_its_arguments(tmp_path: Path) -> None:
     assert scenario.steps[1].argument == plain
     text = (HEAD + BODY).replace(", run]", ", {run: {preempt: every, period: 3, poison: true}}]")
     assert load(tmp_path, text).steps[1].argument == {"preempt": ["every"], "period": 3, "poison": True}
+
+
+# ---- pictures -----------------------------------------------------------------------------------
+
+
+PICTURES = """requests:
+  red:
+    chat: [{image: shapes/red.png}, {text: "What is this?"}]
+    mm_processor_kwargs: {max_pixels: 3136}
+  both:
+    text: "<image> and <image>"
+    media: [{image: shapes/red.png}, {video: {frames: [shapes/red.png], fps: 2}}]
+    media_as: embeddings
+steps: [{submit: [red, both]}, run]
+checks:
+  - tokens_match_golden
+  - happened: {finished: "==2"}
+"""
+
+
+@pytest.fixture
+def with_assets(tmp_path: Path) -> Path:
+    assets = tmp_path / "assets"
+    (assets / "shapes").mkdir(parents=True)
+    (assets / "shapes" / "red.png").write_bytes(b"red")
+    sign(assets, "first")
+    return tmp_path
+
+
+def test_pictures_are_found_and_named_by_content_in_the_canonical_request(with_assets: Path) -> None:
+    scenario = load(with_assets, HEAD + PICTURES)
+    red, both = scenario.requests["red"], scenario.requests["both"]
+    digest = find_asset(with_assets / "assets", "shapes/red.png").digest
+    assert [ref.modality for ref in both.media] == ["image", "video"]
+    assert red.media[0].assets[0].path.read_bytes() == b"red"
+    assert red.canonical("toy", "float32")["prompt"]["messages"] == [
+        {"role": "user", "content": [{"image": digest}, {"text": "What is this?"}]}
+    ]
+    assert red.canonical("toy", "float32")["mm_processor_kwargs"] == {"max_pixels": 3136}
+    media = both.canonical("toy", "float32")["prompt"]["media"]
+    assert media == [{"image": digest}, {"video": {"frames": [digest], "fps": 2.0}}]
+    assert (red.media_as, red.traced, both.media_as, both.traced) == ("pixels", False, "embeddings", True)
+
+
+def test_embeddings_and_pixels_of_a_picture_have_the_same_golden(with_assets: Path) -> None:
+    other = PICTURES.replace("    media_as: embeddings\n", "")
+    [one, two] = [
+        load(with_assets, HEAD + text).requests["both"].canonical("toy", "float32")
+        for text in (PICTURES, other)
+    ]
+    assert request_key(one) == request_key(two)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("shapes/red.png}, {text", "shapes/rot.png}, {text", ":10: requests.red.chat[0].image: no asset"),
+        ("{image: shapes/red.png}, {text", "{sound: a}, {text", ":10: requests.red.chat[0]: expected {text"),
+        (
+            "fps: 2",
+            "fps: fast",
+            ":14: requests.both.media[1].video.fps: expected a number above 0, got 'fast'",
+        ),
+        ("media_as: embeddings", "media_as: pictures", ":15: requests.both.media_as: Input should be"),
+        ("    media_as: embeddings", "    media: []", ":15: duplicate key 'media'"),
+        (
+            "    mm_processor_kwargs: {max_pixels: 3136}",
+            "    media: [{image: shapes/red.png}]",
+            ":9: requests.red: a chat holds its pictures as parts, not under media",
+        ),
+        (
+            "    media: [{image: shapes/red.png}, {video: {frames: [shapes/red.png], fps: 2}}]\n",
+            "",
+            "requests.both.media_as: the request has no picture",
+        ),
+    ],
+)
+def test_a_wrong_picture_is_an_error_with_file_and_line(
+    with_assets: Path, old: str, new: str, message: str
+) -> None:
+    assert old in PICTURES
+    assert message in error_of(with_assets, HEAD + PICTURES.replace(old, new, 1))

@@ -49,6 +49,7 @@ def test_the_minimal_scenario_is_accepted() -> None:
 
 
 def test_engine_options_are_those_of_minivllm_and_two_of_the_harness() -> None:
+    # Settings of the image processor decide the truth, so they belong to a request.
     engine = {f.name for f in fields(EngineConfig)} - {"model", "dtype", "device", "mm_processor_kwargs"}
     assert set(EngineOptions.model_fields) == engine | {"threads", "num_host_blocks"}
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 from conformance.hf_models import NoTruth, load_hf
 from conformance.records import ArmError
@@ -122,17 +126,48 @@ class OddRotaryEmbedding(torch.nn.Module):
         return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
 
-class LayeredRotaryEmbedding(OddRotaryEmbedding):
-    """Needs to be told the layer type."""
+def test_a_rotary_class_whose_angles_stay_float32_is_refused() -> None:
+    rotary = OddRotaryEmbedding()
+    with pytest.raises(NoTruth, match="not written for OddRotaryEmbedding"), exact_rope(rotary):
+        rotary(torch.zeros(1), torch.tensor([[3]]))
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str) -> Any:  # type: ignore[override]
-        raise NotImplementedError
+
+def layered() -> tuple[Any, dict[str, Any]]:
+    config = transformers.Gemma3TextConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    )
+    return Gemma3RotaryEmbedding(config), {"layer_type": "full_attention"}
 
 
-@pytest.mark.parametrize("rotary", [OddRotaryEmbedding, LayeredRotaryEmbedding])
-def test_a_rotary_class_that_works_otherwise_is_refused(rotary: type[torch.nn.Module]) -> None:
-    with pytest.raises(NoTruth, match=f"not written for {rotary.__name__}"), exact_rope(rotary()):
-        pass
+def multimodal() -> tuple[Any, dict[str, Any]]:
+    config = transformers.Qwen2VLTextConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    )
+    return Qwen2VLRotaryEmbedding(config), {}
+
+
+@pytest.mark.parametrize("make", [layered, multimodal])
+def test_every_rotary_class_computes_its_own_angles_exactly(
+    make: Callable[[], tuple[Any, dict[str, Any]]],
+) -> None:
+    rotary, options = make()
+    x, positions = torch.zeros(1), torch.tensor([[0, 1, 99_991]])
+    plain = rotary(x, positions, **options)
+    with exact_rope(rotary):
+        exact = rotary(x, positions, **options)
+    for a, b in zip(exact, plain, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        torch.testing.assert_close(a[..., :2, :], b[..., :2, :], rtol=0, atol=1e-6)
+        assert (a[..., 2, :] - b[..., 2, :]).abs().max() > 1e-6
 
 
 def test_a_model_without_rotary_embedding_is_refused() -> None:

@@ -18,6 +18,7 @@ GOOD: list[tuple[str, Any]] = [
     ("logits_within_yardstick", {"strict": True}),
     ("logits_within_yardstick", {"strict": False, "requests": ["red"]}),
     ("logprobs_by_value", ["red"]),
+    ("stages_within_band", ["red"]),
     ("cached_tokens", {"red": 3}),
     ("cached_tokens", {"red": {"min": 1, "max": 3}, "blue": {"equals": 0}}),
     ("finish_reason", {"red": "stop"}),
@@ -98,7 +99,11 @@ def test_bad_arguments_are_told(name: str, args: Any, words: str) -> None:
 
 def test_every_check_has_good_and_bad_examples() -> None:
     assert {n for n, _ in GOOD} == set(CHECKS)
-    assert set(CHECKS) - {n for n, *_ in BAD} <= {"logprobs_by_value", "sampled_within_kept_set"}
+    assert set(CHECKS) - {n for n, *_ in BAD} <= {
+        "logprobs_by_value",
+        "sampled_within_kept_set",
+        "stages_within_band",
+    }
 
 
 @pytest.mark.parametrize(
