@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
 from minivllm.attention import AttentionMetadata, KVCache
 from minivllm.attention.dense import DenseBackend
-from minivllm.models import VisionLanguageModel
+from minivllm.models import MediaEmbeddings, VisionLanguageModel
 from minivllm.multimodal import Expansion, MultiModalProcessor
 from minivllm.request import MediaItem, MediaSpan
 
-__all__ = ["Placed", "logits", "picture", "place"]
+__all__ = ["Placed", "hf_media", "logits", "picture", "place", "prompt_logits"]
 
 BLOCK = 4
 
@@ -59,8 +60,37 @@ def place(parts: Sequence[list[int] | Expansion]) -> Placed:
     return Placed(token_ids, spans, items)
 
 
+def hf_media(placed: Placed) -> dict[str, Tensor]:
+    """Arguments of Transformers' model for the media of a prompt, in order, repeated ones repeatedly."""
+    given: dict[str, list[Tensor]] = {}
+    for span in placed.spans:
+        if span.first_row == 0:
+            for key, value in placed.items[span.content_hash].data.items():
+                given.setdefault(key, []).append(value)
+    return {key: torch.cat(values) for key, values in given.items()}
+
+
 def logits(model: VisionLanguageModel, processor: MultiModalProcessor, placed: Placed, chunk: int) -> Tensor:
-    """Logits of all rows, computed `chunk` rows at a time through the paged cache."""
+    """Logits of all rows of a prompt, as `prompt_logits`."""
+    found = processor.positions(*placed)
+    return prompt_logits(model, placed, None if found is None else found[0], chunk=chunk)
+
+
+def prompt_logits(
+    model: VisionLanguageModel,
+    placed: Placed,
+    positions: NDArray[np.int64] | None,
+    *,
+    chunk: int | None = None,
+    encoded: Mapping[str, MediaEmbeddings] | None = None,
+) -> Tensor:
+    """Logits of all rows, computed `chunk` rows at a time through the paged cache.
+
+    Args:
+        positions: [3, tokens], or None for 0, 1, 2, ….
+        chunk: None: all at once.
+        encoded: embeddings by content hash; None: `model.encode` makes them.
+    """
     length = len(placed.token_ids)
     table = tuple(reversed(range(1, length // BLOCK + 2)))
     cache_ = KVCache(
@@ -71,11 +101,11 @@ def logits(model: VisionLanguageModel, processor: MultiModalProcessor, placed: P
         device=torch.device("cpu"),
     )
     backend = DenseBackend(cache_)
-    found = processor.positions(*placed)
-    positions = torch.arange(length) if found is None else torch.from_numpy(found[0])
+    places = torch.arange(length) if positions is None else torch.from_numpy(positions)
     ids = torch.tensor(placed.token_ids)
     hidden = model.embed(ids)
-    encoded = {name: model.encode(item) for name, item in placed.items.items()}
+    if encoded is None:
+        encoded = {name: model.encode(item) for name, item in placed.items.items()}
     features = max((len(e.deepstack) for e in encoded.values()), default=0)
     deepstack = [torch.full_like(hidden, -0.0) for _ in range(features)]
     for span in placed.spans:
@@ -84,8 +114,9 @@ def logits(model: VisionLanguageModel, processor: MultiModalProcessor, placed: P
         for added, feature in zip(deepstack, item.deepstack, strict=True):
             added[span.start : span.end] = feature[rows]
     parts = []
-    for start in range(0, length, chunk):
-        end = min(start + chunk, length)
+    step = chunk or length
+    for start in range(0, length, step):
+        end = min(start + step, length)
         plan = backend.plan(
             AttentionMetadata(
                 query_start_loc=(0, end - start),
@@ -97,5 +128,5 @@ def logits(model: VisionLanguageModel, processor: MultiModalProcessor, placed: P
             )
         )
         here = [added[start:end] for added in deepstack]
-        parts.append(model.logits(model(hidden[start:end], positions[..., start:end], plan, None, here)))
+        parts.append(model.logits(model(hidden[start:end], places[..., start:end], plan, None, here)))
     return torch.cat(parts)

@@ -16,7 +16,7 @@ from minivllm.layers.ops_torch import TorchOps
 from minivllm.models import VisionLanguageModel, load_model
 from minivllm.multimodal import MULTIMODAL, MultiModalProcessor, Video
 from minivllm.tokenizer import load_tokenizer
-from tests.unit.minivllm.media_prompts import Placed, logits, picture, place
+from tests.unit.minivllm.media_prompts import Placed, hf_media, logits, picture, place
 
 NAMES = ("tiny-qwen2-vl", "tiny-qwen2-5-vl", "tiny-qwen3-vl")
 IMAGE, VIDEO = 445, 446
@@ -55,15 +55,8 @@ def prompts(processor: MultiModalProcessor) -> dict[str, Placed]:
 def truth(hf: Any, placed: Placed) -> Tensor:
     """Transformers' logits of the whole prompt; a model object keeps deltas, so each call is whole."""
     ids = torch.tensor([placed.token_ids])
-    inputs: dict[str, list[Any]] = {}
-    order = dict.fromkeys(span.content_hash for span in placed.spans)
-    repeated = [span.content_hash for span in placed.spans if span.first_row == 0]
-    assert set(repeated) == set(order)
-    for name in repeated:
-        for key, value in placed.items[name].data.items():
-            inputs.setdefault(key, []).append(value)
+    given = hf_media(placed)
     kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-    given = {key: torch.cat(values) for key, values in inputs.items()}
     hf.model.rope_deltas = None
     found: Tensor = hf(input_ids=ids, mm_token_type_ids=kinds if given else None, **given).logits[0]
     return found
