@@ -48,8 +48,10 @@ def tests(session: nox.Session) -> None:
     real_model(session)
     began = time.monotonic()
     env = {**ENV, "OMP_NUM_THREADS": "1"}
+    # A file's tests share a worker, so that what they share is loaded once; the heavy files come first.
     # The property tests are the fuzz session's.
-    arguments = ["-n2", "--ignore=tests/property", *session.posargs]
+    arguments = ["-n2", "--dist=loadfile", "--no-loadscope-reorder", "--ignore=tests/property"]
+    arguments += session.posargs
     session.run(str(PYTHON), "-m", "pytest", *arguments, external=True, env=env)
     session.log(f"tests took {time.monotonic() - began:.0f} s")
 

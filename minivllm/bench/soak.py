@@ -97,6 +97,7 @@ def soak(
         trace=count,
     )
     numbers = random.Random(seed)
+    gc.freeze()  # what was there before is not searched for garbage ten times
     if trace_memory:
         tracemalloc.start()
     try:
@@ -110,6 +111,7 @@ def soak(
             memory = tracemalloc.get_traced_memory()[0] if trace_memory else 0
             report.waves.append(Wave(size, steps, memory))
     finally:
+        gc.unfreeze()
         if trace_memory:
             tracemalloc.stop()
     return report
