@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conformance.adapters.base import EngineError, EngineOutput, PoolState, TokenLogprob
 from conformance.checks import judge
 from conformance.history import History, LogitRow, Operation, Pass, RequestRun
+from conformance.records import ArmError
 from conformance.testing import (
     M,
     R,
@@ -34,7 +36,11 @@ from conformance.verdicts import Verdict
 
 RED, BLUE = make_record("red"), make_record("blue")
 SWAP = make_record("swap", undecided=[10])
-RECORDS = records_of(RED, BLUE, SWAP)
+HIDDEN = np.random.default_rng(1).normal(size=(len(RED.prompt_token_ids) + len(RED.token_ids) - 1, 8))
+TRACED = replace(
+    make_record("traced"), stages={"hidden.0": HIDDEN}, stage_bands={"hidden.0": ArmError(1e-6, 4e-6)}
+)
+RECORDS = records_of(RED, BLUE, SWAP, TRACED)
 
 TOKENS = Spec("tokens_match_golden")
 LOGITS = Spec("logits_within_yardstick")
@@ -47,7 +53,10 @@ POOL = Spec("pool_conserved")
 SAME = Spec("same_under", {"chunk": [3], "preempt": [2]})
 SAMPLED = Spec("sampled_within_kept_set")
 ERROR = Spec("error", {"huge": {"type": "PromptTooLong", "contains": ["4096"]}})
-ALL = (TOKENS, LOGITS, LOGPROBS, REASON, CACHED, TEXT, HAPPENED, POOL, SAME, SAMPLED, ERROR)
+DIFFER = Spec("differ", ["red", "blue"])
+EQUAL = Spec("equal", ["red", "again"])
+STAGES = Spec("stages_within_band")
+ALL = (TOKENS, LOGITS, LOGPROBS, REASON, CACHED, TEXT, HAPPENED, POOL, SAME, SAMPLED, DIFFER, ERROR)
 
 
 @cache
@@ -83,6 +92,19 @@ def swapped(early: Any = None, late: Any = None) -> History:
     free = answer(SWAP, undecided=[10], choices={10: other, **(early or {})}, logprobs=None)
     forced = answer(SWAP, undecided=[10], choices={10: other, **(late or {})}, forced=True, logprobs=None)
     return make_history([make_pass("free", [free]), make_pass("forced", [forced])])
+
+
+def asked_twice() -> History:
+    """One request asked in two ways, and answered with the same bits."""
+    red = answer(RED)
+    again = replace(red, request_id="again")
+    return make_history([make_pass("free", [red, again], options={"batch_invariant": True})])
+
+
+def traced() -> History:
+    """One request whose stages were captured."""
+    run = replace(answer(TRACED), stages={"hidden.0": HIDDEN.tolist()})
+    return make_history([make_pass("free", [run])])
 
 
 # ---- ways to corrupt ----------------------------------------------------------------------------
@@ -206,6 +228,18 @@ def shifted_rows(h: History) -> History:
         return replace(run, output_rows=kept)
 
     return replace_run(h, change)
+
+
+def answered_as_blue(h: History) -> History:
+    """Both requests get one answer: what two seeds drew is one draw."""
+    blue = _out(h.passes[0].requests["blue"])
+    return replace_run(h, lambda run: replace(run, output=replace(blue, request_id="red")))
+
+
+def one_hidden_number(run: RequestRun) -> RequestRun:
+    rows = HIDDEN.copy()
+    rows[3, 2] += 1e-3
+    return replace(run, stages={"hidden.0": rows.tolist()})
 
 
 def negative(es: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
@@ -458,6 +492,24 @@ CORRUPTIONS = [
         "same_under",
     ),
     Corruption(
+        "one bit differs between two ways to ask",
+        lambda h: replace_run(
+            h, lambda r: replace(r, output_rows=(*r.output_rows[:-1], replace(r.output_rows[-1], digest="0")))
+        ),
+        "equal",
+        base=asked_twice,
+    ),
+    Corruption(
+        "two ways to ask are answered with other tokens", ids(lambda t: t[::-1]), "equal", base=asked_twice
+    ),
+    Corruption(
+        "one number of one layer is wrong",
+        lambda h: replace_run(h, one_hidden_number, name="traced"),
+        "stages_within_band",
+        base=traced,
+    ),
+    Corruption("two requests are given one answer", answered_as_blue, "differ"),
+    Corruption(
         "the path was not taken",
         in_pass("free", events=lambda e: tuple(x for x in e if x["event"] != "planned")),
         "happened",
@@ -530,10 +582,14 @@ def _many_swaps() -> History:
     return make_history([make_pass("free", [free]), make_pass("forced", [forced])])
 
 
-ALL_RECORDS = records_of(RED, BLUE, SWAP, MANY)
+ALL_RECORDS = records_of(RED, BLUE, SWAP, MANY, TRACED)
 
 
 def specs_for(history: History) -> tuple[Spec, ...]:
+    if "traced" in history.passes[0].requests:
+        return (TOKENS, LOGITS, STAGES)
+    if "again" in history.passes[0].requests:
+        return (TOKENS, LOGITS, EQUAL)
     return ALL if "chunk=3" in [p.name for p in history.passes] else (TOKENS, LOGITS)
 
 
@@ -549,6 +605,15 @@ def test_the_swapped_history_is_noise_and_nothing_worse() -> None:
     assert found.verdict is Verdict.NOISE
 
 
+def test_a_request_asked_twice_passes() -> None:
+    found = judge(asked_twice(), (EQUAL,), RECORDS)
+    assert (found.verdict, found.power.kinds) == (Verdict.PASS, ("bits",))
+
+
+def test_stages_as_the_golden_has_them_pass() -> None:
+    assert judge(traced(), (TOKENS, LOGITS, STAGES), RECORDS).verdict is Verdict.PASS
+
+
 @pytest.mark.parametrize("case", CORRUPTIONS, ids=lambda c: c.name)
 def test_is_caught_among_all_checks(case: Corruption) -> None:
     history = case.base()
@@ -561,7 +626,7 @@ def test_is_caught_among_all_checks(case: Corruption) -> None:
 @pytest.mark.parametrize("case", [c for c in CORRUPTIONS if c.check != "history"], ids=lambda c: c.name)
 def test_is_caught_by_its_check_alone(case: Corruption) -> None:
     history = case.base()
-    alone = [s for s in (*ALL,) if s.name == case.check]
+    alone = [s for s in (*ALL, EQUAL, STAGES) if s.name == case.check]
     # The refusal of "huge" is expected by the error check; without it, it would be a failure.
     found = judge(
         case.mutate(history),
