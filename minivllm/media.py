@@ -67,6 +67,9 @@ class MediaStore:
             all other rows; request id → why its media have no embeddings.
         """
         deepstack: list[Tensor] = []
+        if any("deepstack" in r.request.capture for r in requests):  # also in steps without media
+            layers = getattr(self._model, "num_deepstack_layers", 0)
+            deepstack = [torch.full_like(embeddings, -0.0) for _ in range(layers)]
         failures: dict[str, str] = {}
         for r, first_row in zip(requests, first_rows, strict=True):
             for piece in _pieces(r, first_row):

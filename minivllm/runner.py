@@ -8,7 +8,7 @@ this step, as numpy arrays (float32, positions int64):
 
     positions      "positions"       [rows], or [rows, 3] where the request has multimodal positions
     embeddings     "embeddings"      [rows, hidden], those of media in their places
-    deepstack      "deepstack.i"     [rows, hidden], added after layer i, 0 at text; of steps with media
+    deepstack      "deepstack.i"     [rows, hidden], added after layer i; 0 at text
     pixel_values   "pixel_values.j"  what the encoder saw of the request's item j, in a step that
                                      computes a token of it
     vision         "vision.j"        [num_embeddings, hidden] of that item, in such a step

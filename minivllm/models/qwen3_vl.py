@@ -40,6 +40,11 @@ class Qwen3VLForConditionalGeneration(QwenVisionLanguageModel):
             )
         return QwenVLConfig.read(values, tower)
 
+    @property
+    def num_deepstack_layers(self) -> int:
+        """One per feature of the tower."""
+        return len(self.config.vision.tower.deepstack_blocks)
+
     @classmethod
     def make_tower(cls, config: Any, **kw: Any) -> nn.Module:
         """A `Qwen3VLTower`."""

@@ -93,6 +93,11 @@ class VisionLanguageModel(LanguageModel):
         return self.text_prefix + self.language_model.embedding_name
 
     @property
+    def num_deepstack_layers(self) -> int:
+        """How many decoder layers get something added by `MediaEmbeddings.deepstack`."""
+        return 0
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of parameters and activations."""
         return self.language_model.dtype
