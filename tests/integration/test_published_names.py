@@ -13,9 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,24 +22,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from minivllm.layers.ops_torch import TorchOps
 from minivllm.models import MODELS, load_model, load_model_config
 from minivllm.models.weights import fill
-
-
-@dataclass(frozen=True)
-class Published:
-    """One checkpoint.
-
-    Attributes:
-        config: its config.json.
-        spelling: prefixes of parameters in memory → in the published files; the first that fits.
-        unconfirmed: fields of `config` that Transformers' defaults do not confirm.
-        parameters: how many it is said to have, in billions, tied ones once.
-    """
-
-    config: Mapping[str, Any]
-    spelling: Mapping[str, str]
-    unconfirmed: tuple[str, ...]
-    parameters: float
-
+from tests.integration.published import LLAVA_LINE, Published
 
 PUBLISHED: dict[str, Published] = {
     "Qwen2.5-VL-3B": Published(
@@ -183,6 +164,7 @@ PUBLISHED: dict[str, Published] = {
         ),
         parameters=4.44,
     ),
+    **LLAVA_LINE,
 }
 
 
