@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,8 @@ class PromptMaker:
                 facts["grid_thw"] = grid[count[item.modality]].tolist()
             if item.fps is not None:
                 facts["fps"] = item.fps
+            if item.modality == "image" and count["image"] < len(expansions):
+                facts |= _crops(expansions[count["image"]])
             count[item.modality] += 1
             items.append(facts)
         processor = self._load()
@@ -231,6 +234,12 @@ class _noting:  # noqa: N801  (a context manager)
     def __exit__(self, *_: object) -> None:
         for name in ("replace_image_token", "replace_video_token"):
             self._processor.__dict__.pop(name, None)
+
+
+def _crops(expansion: str) -> dict[str, list[int]]:
+    """Rows and columns of crops, where an expansion numbers them."""
+    found = [(int(row), int(column)) for row, column in re.findall(r"<row_(\d+)_col_(\d+)>", expansion)]
+    return {"crops": list(max(found))} if found else {}
 
 
 def _typed(part: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ def traced_forward(
     stages["logits"] = logits[len(logits) - len(tokens) :]
     pixels = [v for name, v in prompt.inputs.items() if name.startswith("pixel_values")]
     if pixels:
-        stages["pixels"] = torch.cat([values.flatten() for values in pixels])
+        stages["pixels"] = torch.cat([_without_padding(values).flatten() for values in pixels])
     arrays = {
         name: tensor.numpy() if name == "positions" else tensor.float().numpy()
         for name, tensor in stages.items()
@@ -59,7 +59,16 @@ def prompt_positions(module: Any, prompt: Prompt) -> tuple[NDArray[Any] | None, 
     positions = stages["positions"]
     if positions.ndim == 1:
         return None, 0
-    return positions.numpy(), int(positions.max()) + 1 - len(positions)
+    # As `generate` goes on, and a longer forward pass too: from the last token, not from the largest.
+    return positions.numpy(), int(positions[-1].max()) + 1 - len(positions)
+
+
+def _without_padding(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels of real crops: [prompts, crops, channels, height, width] is filled up with zeros."""
+    if pixels.ndim != 5:
+        return pixels
+    crops = pixels.flatten(0, 1)
+    return crops[crops.flatten(1).any(dim=1)]
 
 
 @contextmanager

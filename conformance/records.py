@@ -156,26 +156,28 @@ class GoldenRecord:
     media: MediaRecord | None = None
 
 
-def media_embeddings(record: GoldenRecord, item: int) -> tuple[NDArray[np.float32], dict[str, Any]]:
-    """[rows, hidden] of one picture or video of a traced record, and the facts about it.
+def media_embeddings(record: GoldenRecord, item: int) -> tuple[NDArray[np.float32], ...]:
+    """What the vision side makes of one picture or video, from a traced record.
+
+    Returns:
+        [rows, hidden], and as much again per layer with deepstack rows.
 
     Raises:
         ValueError: the record is not traced, or has no such item.
     """
+    name = f"{record.model}/{record.case}"
     if record.media is None or item >= len(record.media.items) or "embeddings" not in record.stages:
-        raise ValueError(
-            f"{record.model}/{record.case} holds no embeddings of picture {item}: record it traced"
-        )
-    facts = dict(record.media.items[item])
-    tables = ["embeddings", *sorted(name for name in record.stages if name.startswith("deepstack."))]
-    rows = np.zeros((facts["rows"], len(tables), record.stages["embeddings"].shape[1]), np.float32)
-    for span in record.media.spans:
+        raise ValueError(f"{name} holds no embeddings of picture {item}: record it traced")
+    stages = ["embeddings", *sorted(name for name in record.stages if name.startswith("deepstack."))]
+    return tuple(_rows_of(record.stages[stage], record.media, item) for stage in stages)
+
+
+def _rows_of(stage: NDArray[Any], media: MediaRecord, item: int) -> NDArray[np.float32]:
+    rows = np.zeros((media.items[item]["rows"], stage.shape[1]), np.float32)
+    for span in media.spans:
         if span.item == item:
-            for k, name in enumerate(tables):
-                values = record.stages[name][span.start : span.start + span.length]
-                rows[span.first_row : span.first_row + span.length, k] = values
-    # Deepstack rows stand beside the embedding they belong to, as published engines take them.
-    return rows.reshape(len(rows), -1), facts
+            rows[span.first_row : span.first_row + span.length] = stage[span.start : span.start + span.length]
+    return rows
 
 
 def prompt_embeddings(record: GoldenRecord) -> NDArray[np.float32]:

@@ -322,8 +322,9 @@ class _ScenarioRun:
             if spec.media_as == "embeddings":
                 if record is None:
                     raise RecordError(f"{spec.name}: {self.goldens[spec.name].error or 'it has no golden'}")
-                rows, facts = media_embeddings(record, i)
-                yield Media(ref.modality, paths, ref.fps, rows, facts)
+                rows, *deepstack = media_embeddings(record, i)
+                facts = record.media.items[i] if record.media else {}
+                yield Media(ref.modality, paths, ref.fps, rows, tuple(deepstack), facts)
             else:
                 yield Media(ref.modality, paths, ref.fps)
 
@@ -358,7 +359,7 @@ class _ScenarioRun:
     def _stages_to_keep(self, name: str) -> list[str]:
         """Stages that the golden holds too, and that the engine captures row by row."""
         record = self.goldens[request_of(name)].record
-        kinds = ("positions", "embeddings", "deepstack", "hidden")
+        kinds = ("pixels", "positions", "embeddings", "deepstack", "hidden")
         return [stage for stage in (record.stages if record else ()) if stage.partition(".")[0] in kinds]
 
     def _forced(self, name: str) -> EngineRequest:

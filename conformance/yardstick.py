@@ -78,8 +78,7 @@ def full_logits(module: Any, prompt: PromptLike, tokens: Sequence[int]) -> torch
     prompt = as_prompt(prompt)
     if prompt.placeholder_ids & set(tokens[:-1]):
         cache = new_cache(module)
-        first = forward(module, prompt.token_ids, prompt=prompt, cache=cache, keep=1)
-        return torch.cat([first, forward(module, tokens[:-1], cache=cache)])
+        return torch.cat([_prefill(module, prompt, cache), forward(module, tokens[:-1], cache=cache)])
     return forward(module, [*prompt.token_ids, *tokens[:-1]], prompt=prompt, keep=len(tokens))
 
 
@@ -87,9 +86,32 @@ def cached_logits(module: Any, prompt: PromptLike, tokens: Sequence[int]) -> tor
     """The same logits from a whole prefill, then one position at a time with the cache."""
     prompt = as_prompt(prompt)
     cache = new_cache(module)
-    rows = [forward(module, prompt.token_ids, prompt=prompt, cache=cache, keep=1)]
+    rows = [_prefill(module, prompt, cache)]
     rows += [forward(module, [token], cache=cache, keep=1) for token in tokens[:-1]]
     return torch.cat(rows)
+
+
+def _prefill(module: Any, prompt: Prompt, cache: Any) -> torch.Tensor:
+    """Logits [1, vocab] after the prompt; what follows in the cache gets the positions that follow.
+
+    The position delta that Transformers keeps counts from the largest position. `generate` and a
+    longer forward pass count from the last token's, and so must the arms.
+    """
+    last: list[int] = []
+
+    def note(_module: Any, args: Any, kwargs: Any) -> None:
+        last.append(int((kwargs["position_ids"] if "position_ids" in kwargs else args[1])[..., -1].max()))
+
+    hooks = [one.register_forward_pre_hook(note, with_kwargs=True) for one in rotary_embeddings(module)]
+    try:
+        logits = forward(module, prompt.token_ids, prompt=prompt, cache=cache, keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    wrapper = getattr(module, "model", module)
+    if getattr(wrapper, "rope_deltas", None) is not None:
+        wrapper.rope_deltas = torch.full_like(wrapper.rope_deltas, last[0] + 1 - len(prompt.token_ids))
+    return logits
 
 
 def new_cache(module: Any) -> Any:

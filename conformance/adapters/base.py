@@ -131,13 +131,16 @@ class Media:
         fps: frames per second of a video, None if nobody knows.
         embeddings: [rows, hidden] float32, what the vision side of the model makes of it; then the
             engine must not look at the pixels (feature "image_embeds").
-        facts: what else a record says about it, such as its grid of patches ("grid_thw").
+        deepstack: entry i, [rows, hidden], is added to the output of decoder layer i.
+        facts: what else a record says about it: its grid of patches ("grid_thw"), its rows and
+            columns of crops ("crops").
     """
 
     modality: str
     paths: tuple[Path, ...]
     fps: float | None = None
     embeddings: NDArray[np.float32] | None = None
+    deepstack: tuple[NDArray[np.float32], ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -29,10 +29,11 @@ from conformance.adapters.base import (
     TokenLogprob,
     sequence_names,
 )
+from conformance.adapters.prompts import chat_messages, shared_prompt
 from minivllm.build import resolve
 from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine
-from minivllm.errors import MiniVLLMError, UnsupportedError
+from minivllm.errors import MiniVLLMError
 from minivllm.layers import make_ops
 from minivllm.models import LanguageModel, load_model, load_model_config
 from minivllm.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
@@ -45,6 +46,10 @@ DEFAULT_POOL_BYTES = 64 * 2**20
 
 #: How many loaded models are kept; the one used longest ago goes first.
 KEPT_MODELS = 8
+
+#: Stages of a record that this engine calls by another name, one per picture.
+_CAPTURES = {"pixels": "pixel_values"}
+_PIXELS = "pixel_values."
 
 _ModelKey = tuple[str, str, str, int]
 _models: OrderedDict[_ModelKey, LanguageModel] = OrderedDict()
@@ -129,7 +134,7 @@ class MiniVLLMAdapter:
                 SamplingParams.from_dict(sampling),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                capture=request.capture,
+                capture={_CAPTURES.get(name, name) for name in request.capture},
             )
         except MiniVLLMError as error:
             return EngineError(type(error).__name__, str(error))
@@ -177,7 +182,11 @@ class MiniVLLMAdapter:
         return events
 
     def stages(self, request_id: str) -> Mapping[str, NDArray[np.generic]]:
-        return self._loaded.stages(request_id)
+        stages = dict(self._loaded.stages(request_id))
+        numbers = sorted(int(n.removeprefix(_PIXELS)) for n in stages if n.startswith(_PIXELS))
+        if numbers:
+            stages["pixels"] = np.concatenate([stages.pop(f"{_PIXELS}{n}").reshape(-1) for n in numbers])
+        return stages
 
     def read_kv(self, request_id: str) -> list[tuple[NDArray[np.generic], NDArray[np.generic]]]:
         return [(_numpy(k), _numpy(v)) for k, v in self._loaded.read_kv(request_id)]
@@ -251,16 +260,13 @@ class MiniVLLMAdapter:
             return {"bitwise": str(error)}
         return {}
 
-    def _prompt(self, request: EngineRequest) -> str | Mapping[str, Any]:
-        if request.prompt_token_ids is not None:
-            return {"prompt_token_ids": list(request.prompt_token_ids)}
-        if request.chat is not None:
-            tokenizer = self._loaded.tokenizer
-            if tokenizer is None:
-                raise UnsupportedError("this model has no tokenizer, so no chat template")
-            return {"prompt_token_ids": tokenizer.encode_chat(request.chat)}
-        assert request.text is not None, "a request has ids, chat or text"
-        return request.text
+    def _prompt(self, request: EngineRequest) -> Mapping[str, Any]:
+        if request.chat is None or request.prompt_token_ids is not None or request.prompt_embeds is not None:
+            return shared_prompt(request)
+        prompt = self._loaded.chat_prompt(chat_messages(request))
+        assert isinstance(prompt, Mapping), "a chat is made to ids"
+        settings = {"mm_processor_kwargs": dict(request.mm_processor_kwargs)}
+        return {**prompt, **(settings if request.mm_processor_kwargs else {})}
 
 
 def _convert(output: RequestOutput) -> list[EngineOutput]:

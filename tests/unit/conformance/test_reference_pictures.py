@@ -106,10 +106,11 @@ def test_embeddings_and_deepstack_rows_of_a_picture_are_what_its_tower_makes(rec
     with torch.no_grad():
         made = model.model.get_image_features(pixels, grids)
     for i, tower in enumerate(made.pooler_output):
-        rows, facts = media_embeddings(record, i)
-        assert len(rows) == len(tower) == facts["rows"]
-        tables = [tower, *(level[i] for level in made.deepstack_features)]
-        np.testing.assert_allclose(rows, torch.cat(tables, dim=1).float().numpy(), rtol=0, atol=1e-6)
+        tables = media_embeddings(record, i)
+        assert len(tables[0]) == record.media.items[i]["rows"]
+        wanted = [tower, *(level[i] for level in made.deepstack_features)]
+        for rows, truth in zip(tables, wanted, strict=True):
+            np.testing.assert_allclose(rows, truth.float().numpy(), rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="no embeddings of picture 2"):
         media_embeddings(record, 2)
 

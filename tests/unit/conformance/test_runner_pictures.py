@@ -94,13 +94,14 @@ def test_a_video_is_its_frames_and_their_rate(requests: dict[str, EngineRequest]
     assert [path.name for path in media.paths] == ["frame_0.png", "frame_1.png"]
 
 
-def test_embeddings_are_those_of_the_golden_with_deepstack_rows_beside_them(
+def test_embeddings_and_deepstack_rows_are_those_of_the_golden(
     requests: dict[str, EngineRequest],
 ) -> None:
     [media] = requests["rows"].media
     assert media.embeddings is not None
-    assert media.embeddings.shape == (media.facts["rows"], 3 * 64)
+    assert media.embeddings.shape == (media.facts["rows"], 64)
     assert media.embeddings.dtype == np.float32
+    assert [level.shape for level in media.deepstack] == [media.embeddings.shape] * 2
     assert media.facts["grid_thw"] == [1, 4, 4]
     embeds = requests["text"].prompt_embeds
     assert embeds is not None
