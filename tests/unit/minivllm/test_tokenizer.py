@@ -224,3 +224,48 @@ def test_a_token_is_found_by_its_exact_spelling_only(checkpoints: Path) -> None:
     with_unknown.unk_token = "<s>"
     assert Tokenizer(with_unknown).token_id("<eot>") == 2
     assert Tokenizer(with_unknown).token_id("<image>") is None
+
+
+# --- placeholders ----------------------------------------------------------------------------------
+
+
+def chat_about(
+    text: str, *, template: str | None = None, special: bool = True
+) -> tuple[Tokenizer, list[int]]:
+    """A conversation whose template writes the placeholder <eot> once, after the text."""
+    hf = byte_tokenizer(template or TEMPLATE)
+    if not special:
+        hf.add_tokens(["<pic>"], special_tokens=False)
+    tokenizer = Tokenizer(hf)
+    token = tokenizer.token_id("<eot>" if special else "<pic>")
+    assert token is not None
+    return tokenizer, tokenizer.encode_chat(
+        [{"role": "user", "content": text}], add_generation_prompt=False, only_from_template=[token]
+    )
+
+
+@pytest.mark.parametrize("text", ["a <eot> b", "<eot>", "<eot><eot>", "x<eot", "<<eot>>"])
+def test_a_placeholder_in_a_message_is_text_and_one_of_the_template_a_token(text: str) -> None:
+    tokenizer, ids = chat_about(text)
+    eot = tokenizer.token_id("<eot>")
+    assert [i for i, token in enumerate(ids) if token == eot] == [len(ids) - 1]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"<s><|user|>{text}<eot>"
+
+
+def test_without_such_spellings_the_ids_are_the_usual_ones() -> None:
+    tokenizer, ids = chat_about("hello <|user|>")
+    assert ids == tokenizer.encode_chat(
+        [{"role": "user", "content": "hello <|user|>"}], add_generation_prompt=False
+    )
+
+
+def test_added_tokens_that_are_not_special_are_split_too() -> None:
+    template = "{{ messages[0]['content'] }}<pic>."
+    tokenizer, ids = chat_about("a<pic>b", template=template, special=False)
+    assert ids.count(tokenizer.token_id("<pic>") or -1) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<pic>b<pic>."
+
+
+def test_marks_give_way_to_characters_that_the_messages_hold() -> None:
+    tokenizer, ids = chat_about("\ue000 <eot> \ue001")
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|user|>\ue000 <eot> \ue001<eot>"

@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2VLTextConfig, Qwen3VLTextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from minivllm.config import RopeConfig
-from minivllm.errors import ConfigError, UnsupportedError
+from minivllm.errors import ConfigError, InvariantError, UnsupportedError
 from minivllm.layers.rope import ROPE_KINDS, RopeTable, rope_frequencies
 
 LENGTH = 8192
@@ -310,3 +312,64 @@ def test_on_the_meta_device_a_table_has_shapes_only() -> None:
     cos, sin = table.cos_sin(torch.zeros(3, dtype=torch.int64, device="meta"))
     assert cos.shape == sin.shape == (3, 32)
     assert cos.is_meta
+
+
+# --- multimodal rope -----------------------------------------------------------------------------
+
+#: Sections in order, or taking turns: section, config and rotary embedding of Transformers.
+MULTIMODAL: dict[bool, tuple[tuple[int, ...], Any, Any]] = {
+    False: ((4, 6, 6), Qwen2VLTextConfig, Qwen2VLRotaryEmbedding),
+    True: ((6, 5, 5), Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding),
+}
+
+
+def multimodal(section: tuple[int, ...], interleaved: bool, max_model_len: int = 512) -> RopeTable:
+    rope = RopeConfig(theta=100.0, mrope_section=section, mrope_interleaved=interleaved)
+    return RopeTable(rope, head_dim=32, max_position_embeddings=8192, max_model_len=max_model_len)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("max_model_len", [512, 9])
+def test_multimodal_tables_have_the_bits_of_transformers(interleaved: bool, max_model_len: int) -> None:
+    """With a short table too: a slow video has positions beyond max_model_len."""
+    section, config_class, rotary_class = MULTIMODAL[interleaved]
+    config = config_class(
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "mrope_section": list(section)},
+    )
+    positions = torch.randint(0, 500, (3, 77), generator=torch.Generator().manual_seed(0))
+    theirs = rotary_class(config)(torch.zeros(1), positions[:, None])
+    ours = multimodal(section, interleaved, max_model_len).cos_sin(positions)
+    assert all(torch.equal(a, b[0]) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_equal_axes_are_ordinary_rope(interleaved: bool) -> None:
+    table = multimodal(MULTIMODAL[interleaved][0], interleaved)
+    positions = torch.arange(40)
+    plain = table.cos_sin(positions)
+    assert all(torch.equal(a, b) for a, b in zip(table.cos_sin(positions.expand(3, -1)), plain, strict=True))
+    ordinary = RopeTable(
+        RopeConfig(theta=100.0), head_dim=32, max_position_embeddings=8192, max_model_len=512
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ordinary.cos_sin(positions), plain, strict=True))
+
+
+@pytest.mark.parametrize("section", [(4, 6, 5), (4, 12), (16, 0, 1), (18, -1, -1), (4, 4, 4, 4)])
+def test_sections_must_divide_the_frequencies_among_three_axes(section: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="16 frequencies among 3 axes"):
+        multimodal(section, interleaved=False)
+
+
+def test_three_axes_need_multimodal_rope() -> None:
+    table = RopeTable(RopeConfig(), head_dim=32, max_position_embeddings=64, max_model_len=64)
+    with pytest.raises(InvariantError, match=r"shape \[3, 5\] need multimodal rope"):
+        table.cos_sin(torch.zeros(3, 5, dtype=torch.int64))
+
+
+def test_no_rows_have_no_angles() -> None:
+    cos, sin = multimodal((4, 6, 6), interleaved=False).cos_sin(torch.zeros(3, 0, dtype=torch.int64))
+    assert cos.shape == sin.shape == (0, 32)
