@@ -106,6 +106,19 @@ def test_exact_rope_matters_at_large_positions_only_and_is_undone(tiny_checkpoin
     assert "forward" not in rotary.__dict__
 
 
+def test_exact_rope_knows_models_with_a_rope_for_each_type_of_layer(checkpoints: Path) -> None:
+    module = load_hf(checkpoints / "tiny-gemma3", torch.float32).module
+    rotary, positions = module.model.rotary_emb, torch.tensor([[0, 1, 500_000]])
+    x = torch.zeros(1, 3, 1)
+    for kind in ("full_attention", "sliding_attention"):
+        cos, _ = rotary(x, positions, kind)
+        with exact_rope(module):
+            exact_cos, _ = rotary(x, positions, kind)
+        torch.testing.assert_close(exact_cos[:, :2], cos[:, :2], rtol=0, atol=1e-6)
+        angle = positions[0, 2].double() * getattr(rotary, f"{kind}_inv_freq").double()
+        assert torch.equal(exact_cos[0, 2, :16], angle.cos().float())
+
+
 def test_exact_rope_is_undone_after_an_error(tiny_checkpoint: Path) -> None:
     module = load_hf(tiny_checkpoint, torch.float32).module
     with pytest.raises(RuntimeError, match="inside"), exact_rope(module):
