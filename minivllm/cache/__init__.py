@@ -12,8 +12,9 @@ from minivllm.cache.block_manager import BlockManager, PrefixMatch, PrefixStats
 from minivllm.cache.block_pool import NULL_BLOCK, BlockPool, PoolCounts
 from minivllm.cache.encoder_cache import EncoderCache
 from minivllm.cache.host_pool import HostPool
+from minivllm.cache.media_rows import MediaRows
 from minivllm.cache.prefix_index import BlockContent, PrefixChain, PrefixIndex
-from minivllm.cache.snapshot import BlockOwner, BlockSnapshot, KVSnapshot, MediaRows
+from minivllm.cache.snapshot import BlockOwner, BlockSnapshot, KVSnapshot
 from minivllm.cache.transfers import PendingCopies
 
 __all__ = [

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from minivllm.cache.media_rows import MediaRows, media_rows
 from minivllm.errors import InvariantError
 from minivllm.request import Request
 
@@ -33,12 +34,15 @@ class BlockContent:
         token_ids: the block's tokens.
         tags: what else its KV depends on.
         key: chained SHA-256.
+        media: rows of images and videos among its tokens, to look at; not part of its identity
+            beyond what `tags` say.
     """
 
     parent: BlockContent | None
     token_ids: tuple[int, ...]
     tags: tuple[Tag, ...]
     key: bytes
+    media: tuple[MediaRows, ...] = ()
 
 
 def _frame(*fields: bytes) -> bytes:
@@ -123,26 +127,23 @@ class PrefixChain:
                 f"block {index} of request {self._request.request_id!r} holds {len(token_ids)} of"
                 f" {self._block_size} tokens, but only full blocks have a key"
             )
+        end = start + self._block_size
+        spans = self._media
+        while self._next_span < len(spans) and spans[self._next_span].end <= start:
+            self._next_span += 1
+        media = media_rows(spans, self._request.media_items, start, end, first_span=self._next_span)
         parent = self._contents[index - 1] if index else None
-        tags = tuple(self._tags(start, start + self._block_size))
+        tags = tuple(self._tags(start, media))
         key = block_key(parent.key if parent else self._root, token_ids, tags)
-        return BlockContent(parent, token_ids, tags, key)
+        return BlockContent(parent, token_ids, tags, key, media)
 
-    def _tags(self, start: int, end: int) -> Iterator[Tag]:
+    def _tags(self, start: int, media: Sequence[MediaRows]) -> Iterator[Tag]:
         if start == 0 and self._request.cache_salt is not None:
             yield ("salt", self._request.cache_salt)
-        media = self._media
-        while self._next_span < len(media) and media[self._next_span].end <= start:
-            self._next_span += 1
-        for position in range(self._next_span, len(media)):
-            span = media[position]
-            if span.start >= end:
-                break
+        for rows in media:
             # Which rows of the item, and where in the block: two images that share a block may
             # meet at different places although all ids are equal (vLLM pull request 36708).
-            first, last = max(span.start, start), min(span.end, end)
-            row = span.first_row + first - span.start
-            yield ("media", span.content_hash, row, first - start, last - first)
+            yield ("media", rows.content_hash, rows.first_row, rows.first_slot, rows.num_rows)
 
 
 class PrefixIndex:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from minivllm.cache.block_pool import NULL_BLOCK
+from minivllm.cache.media_rows import MediaRows, media_rows
 from minivllm.cache.prefix_index import BlockContent
 from minivllm.cache.tables import CacheState
-from minivllm.request import MediaSpan, Request
+from minivllm.request import Request
 
-__all__ = ["BlockOwner", "BlockSnapshot", "KVSnapshot", "MediaRows", "take_snapshot"]
+__all__ = ["BlockOwner", "BlockSnapshot", "KVSnapshot", "take_snapshot"]
 
 HASH_DIGITS = 12
 
@@ -25,16 +26,6 @@ class BlockOwner:
 
     request_id: str
     index: int
-
-
-@dataclass(frozen=True, slots=True)
-class MediaRows:
-    """Rows first_row … first_row + num_rows - 1 of an image or video, from slot first_slot on."""
-
-    content_hash: str
-    first_row: int
-    num_rows: int
-    first_slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +126,7 @@ class _Draughtsman:
                 first_position=self._depth(published) * state.block_size,
                 num_computed=state.block_size,
                 hash=digits,
-                media=tuple(_media_of_tags(published)),
+                media=published.media,
             )
         name: BlockState = "null" if block_id == NULL_BLOCK else "in_use" if references else "free"
         return BlockSnapshot(block_id, name, ref_count=references, hash=digits)
@@ -150,6 +141,7 @@ class _Draughtsman:
         request = self._requests[first.request_id]
         start = first.index * size
         end = max(start, min(start + size, first.num_computed))
+        spans = sorted(request.media, key=lambda span: span.start)
         return BlockSnapshot(
             block_id,
             "in_use",
@@ -159,7 +151,7 @@ class _Draughtsman:
             first_position=start,
             num_computed=end - start,
             hash=digits,
-            media=tuple(_media_of_spans(request.media, start, end)),
+            media=media_rows(spans, request.media_items, start, end),
         )
 
     def _depth(self, content: BlockContent) -> int:
@@ -174,21 +166,6 @@ class _Draughtsman:
             depth += 1
             self._depths[id(one)] = depth
         return self._depths[id(content)]
-
-
-def _media_of_spans(spans: Sequence[MediaSpan], start: int, end: int) -> Iterator[MediaRows]:
-    for span in spans:
-        first, last = max(span.start, start), min(span.start + span.length, end)
-        if first < last:
-            row = span.first_row + first - span.start
-            yield MediaRows(span.content_hash, row, last - first, first - start)
-
-
-def _media_of_tags(content: BlockContent) -> Iterator[MediaRows]:
-    for tag in content.tags:
-        if tag[0] == "media":
-            _, content_hash, first_row, first_slot, num_rows = tag
-            yield MediaRows(str(content_hash), int(first_row), int(num_rows), int(first_slot))
 
 
 def _plain(value: Any) -> Any:

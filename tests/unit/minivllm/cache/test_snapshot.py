@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from minivllm.cache import BlockManager, BlockOwner, BlockSnapshot, KVSnapshot, MediaRows
-from minivllm.request import MediaSpan, Request, SamplingParams
+from minivllm.request import MediaItem, MediaSpan, PatchRect, Request, SamplingParams
 
 
 def request(name: str, tokens: Sequence[int], media: tuple[MediaSpan, ...] = ()) -> Request:
@@ -120,10 +120,29 @@ def test_rows_of_images_are_told_per_block(cached: bool) -> None:
         blocks.free("a")
     first, second = blocks.snapshot({"a": req}).blocks[1:3]
     assert first.media == (
-        MediaRows("red", first_row=0, num_rows=2, first_slot=1),
-        MediaRows("blue", first_row=0, num_rows=1, first_slot=3),
+        MediaRows("red", first_row=0, num_rows=2, first_slot=1, modality="image"),
+        MediaRows("blue", first_row=0, num_rows=1, first_slot=3, modality="image"),
     )
-    assert second.media == (MediaRows("blue", first_row=1, num_rows=3, first_slot=0),)
+    assert second.media == (MediaRows("blue", first_row=1, num_rows=3, first_slot=0, modality="image"),)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_rows_know_their_part_of_the_picture(cached: bool) -> None:
+    blocks = manager(block_size=4)
+    patches = tuple(PatchRect(0, 0.25 * i, 0.0, 0.25, 1.0) for i in range(4))
+    facts = {"size": (112, 28)}
+    media = (MediaSpan(1, 1, "image", "red", 0), MediaSpan(3, 3, "image", "red", 1))
+    req = request("a", range(8), media)
+    req.media_items = {"red": MediaItem("red", "image", 4, {}, patches, facts)}
+    compute(blocks, req, 8)
+    if cached:
+        blocks.free("a")
+    first, second = blocks.snapshot({"a": req}).blocks[1:3]
+    assert first.media == (
+        MediaRows("red", 0, 1, 1, "image", (112, 28), patches[:1]),
+        MediaRows("red", 1, 1, 3, "image", (112, 28), patches[1:2]),
+    )
+    assert second.media == (MediaRows("red", 2, 2, 0, "image", (112, 28), patches[2:]),)
 
 
 def test_a_snapshot_is_plain_data_for_json() -> None:
@@ -140,7 +159,17 @@ def test_a_snapshot_is_plain_data_for_json() -> None:
         "first_position": 0,
         "num_computed": 2,
         "hash": blocks.index.content(1).key.hex()[:12],
-        "media": [{"content_hash": "red", "first_row": 0, "num_rows": 1, "first_slot": 0}],
+        "media": [
+            {
+                "content_hash": "red",
+                "first_row": 0,
+                "num_rows": 1,
+                "first_slot": 0,
+                "modality": "image",
+                "size": None,
+                "patches": [],
+            }
+        ],
     }
     assert [block["state"] for block in data["host_blocks"]] == ["free", "free"]
 
