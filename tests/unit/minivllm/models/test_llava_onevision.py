@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from minivllm.models.llava_onevision import best_resolution, feature_size, unpad
 from minivllm.request import MediaItem
 
 PINPOINTS = tuple((56 * high, 56 * wide) for high in (1, 2, 3) for wide in (1, 2, 3))
-SIZES = [(h, w) for h in (1, 20, 37, 56, 84, 112, 200, 333) for w in (1, 30, 55, 84, 112, 168, 300, 640)]
+SIZES = [
+    (47, 188),
+    (188, 47),
+    *product((1, 20, 37, 56, 84, 112, 200, 333), (1, 30, 55, 84, 112, 168, 300, 640)),
+]
 
 
 @pytest.fixture
@@ -59,7 +64,7 @@ def test_padding_is_cut_off_as_transformers_does() -> None:
         ((100, 112), (8, 8), (8, 8)),  # 7 of 8 lines: one line of padding cannot be cut on both sides
         ((3, 7), (12, 12), (6, 12)),  # 3 × (12 / 7) is 5.14
         ((49, 99), (8, 8), (4, 8)),  # 3.96 is 3: cut, not rounded, so one odd line stays
-        ((7, 49), (14, 14), (2, 14)),  # 7 × (14 / 49) is 2.0000000000000004 or 1.9999…: rounded first
+        ((47, 188), (4, 12), (4, 12)),  # 47 × (12 / 188) is 2.9999999999999996: rounded first, 3 of 4 lines
     ],
 )
 def test_unpadded_sizes_are_these(
