@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LLAVA_LINE", "Published"]
+__all__ = ["LLAVA_LINE", "SMOLVLM_AND_BLIP2", "Published"]
 
 
 @dataclass(frozen=True)
@@ -204,5 +204,97 @@ LLAVA_LINE: dict[str, Published] = {
             "vision_config.attention_bias",
         ),
         parameters=4.73,
+    ),
+}
+
+#: All of BLIP-2 but its decoder's shape is confirmed by the defaults, little of SmolVLM2.
+SMOLVLM_AND_BLIP2: dict[str, Published] = {
+    "SmolVLM2-2.2B": Published(
+        config={
+            "architectures": ["SmolVLMForConditionalGeneration"],
+            "image_token_id": 49190,
+            "model_type": "smolvlm",
+            "scale_factor": 3,
+            "text_config": {
+                "architectures": ["VLlama3ForCausalLM"],
+                "head_dim": 64,
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "max_position_embeddings": 16384,
+                "model_type": "llama",
+                "num_attention_heads": 32,
+                "num_hidden_layers": 24,
+                "num_key_value_heads": 32,
+                "rms_norm_eps": 1e-05,
+                "rope_theta": 273768.0,
+                "torch_dtype": "bfloat16",
+                "vocab_size": 49280,
+            },
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_cache": False,
+            "vision_config": {
+                "hidden_size": 1152,
+                "image_size": 384,
+                "intermediate_size": 4304,
+                "model_type": "smolvlm_vision",
+                "num_attention_heads": 16,
+                "num_hidden_layers": 27,
+                "patch_size": 14,
+            },
+        },
+        spelling={},
+        unconfirmed=(
+            "image_token_id",
+            "scale_factor",
+            "text_config.head_dim",
+            "text_config.hidden_size",
+            "text_config.intermediate_size",
+            "text_config.max_position_embeddings",
+            "text_config.num_hidden_layers",
+            "text_config.rope_theta",
+            "text_config.vocab_size",
+            "vision_config.image_size",
+            "vision_config.intermediate_size",
+            "vision_config.num_hidden_layers",
+            "vision_config.patch_size",
+        ),
+        parameters=2.25,
+    ),
+    "BLIP-2-OPT-2.7B": Published(
+        config={
+            "architectures": ["Blip2ForConditionalGeneration"],
+            "image_text_hidden_size": 256,
+            "image_token_index": 50265,
+            "model_type": "blip-2",
+            "num_query_tokens": 32,
+            "qformer_config": {"model_type": "blip_2_qformer"},
+            "text_config": {
+                "architectures": ["OPTForCausalLM"],
+                "eos_token_id": 50118,
+                "ffn_dim": 10240,
+                "hidden_size": 2560,
+                "model_type": "opt",
+                "num_attention_heads": 32,
+                "num_hidden_layers": 32,
+                "torch_dtype": "float16",
+                "vocab_size": 50304,
+                "word_embed_proj_dim": 2560,
+            },
+            "torch_dtype": "float32",
+            "vision_config": {"model_type": "blip_2_vision_model"},
+        },
+        spelling={},
+        unconfirmed=(
+            "image_token_index",
+            "text_config.eos_token_id",
+            "text_config.ffn_dim",
+            "text_config.hidden_size",
+            "text_config.num_attention_heads",
+            "text_config.num_hidden_layers",
+            "text_config.vocab_size",
+            "text_config.word_embed_proj_dim",
+        ),
+        parameters=3.74,
     ),
 }

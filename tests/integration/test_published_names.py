@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from minivllm.layers.ops_torch import TorchOps
 from minivllm.models import MODELS, load_model, load_model_config
 from minivllm.models.weights import fill
-from tests.integration.published import LLAVA_LINE, Published
+from tests.integration.published import LLAVA_LINE, SMOLVLM_AND_BLIP2, Published
 
 PUBLISHED: dict[str, Published] = {
     "Qwen2.5-VL-3B": Published(
@@ -165,6 +165,7 @@ PUBLISHED: dict[str, Published] = {
         parameters=4.44,
     ),
     **LLAVA_LINE,
+    **SMOLVLM_AND_BLIP2,
 }
 
 
