@@ -11,8 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL.Image import Image
 from transformers import AutoModelForImageTextToText
 
@@ -21,13 +23,14 @@ from minivllm.config import EngineConfig, PreemptionMode
 from minivllm.engine import LLMEngine
 from minivllm.errors import BadMedia
 from minivllm.layers.ops_torch import TorchOps
+from minivllm.layers.probe import threads
 from minivllm.models import LanguageModel, load_model
 from minivllm.request import RequestOutput, SamplingParams
 from minivllm.trace import Encoded, Event, MediaEvicted, Preempted
 from tests.unit.minivllm.media_prompts import picture
 
 NAMES = ("tiny-llava", "tiny-llava-onevision", "tiny-internvl")
-LENGTH = 12
+LENGTH = 8
 
 WIDE, HIGH, SMALL = picture(112, 84, 0), picture(84, 112, 1), picture(40, 70, 2)
 #: "*" is a picture.
@@ -220,3 +223,33 @@ def test_too_few_and_too_many_pictures_are_refused_and_the_engine_lives(checkpoi
                 SamplingParams(max_tokens=1),
             )
     assert bench.ids("image") == {"image": truth(checkpoints / name)["image"]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batch_invariant_logits_keep_their_bits(checkpoints: Path, name: str) -> None:
+    """Whatever the chunks, the blocks, the threads and the other requests."""
+    found: list[NDArray[np.generic]] = []
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for chunk, block_size, others, count in (
+        (2048, 16, [], 1),
+        (7, 4, ["image"], 1),
+        (33, 1, ["swapped"], 2),
+    ):
+        with threads(count):
+            engine = LLMEngine(
+                EngineConfig(
+                    model=str(checkpoints / name),
+                    max_num_batched_tokens=chunk,
+                    block_size=block_size,
+                    num_kv_blocks=2000 // block_size,
+                    batch_invariant=True,
+                )
+            )
+            for what in others:
+                engine.add_request(what, prompt(name, what), sampling)
+            engine.add_request("a", prompt(name, "two images"), sampling, capture=["logits"])
+            while engine.has_unfinished_requests():
+                engine.step()
+            found.append(engine.stages("a")["logits"])
+    assert found[0].shape == (4, 448)
+    assert all(np.array_equal(found[0], other) for other in found[1:])
