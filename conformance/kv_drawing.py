@@ -1,15 +1,14 @@
 """Draws a snapshot of a KV cache, for a person to look at: as text, and as SVG.
 
-A snapshot is plain data, see `parse_snapshot`. Each request gets a letter and a colour. A block
-shows its holders (several, where it is shared) and how far it is filled.
+A snapshot is plain data, see `conformance.kv_snapshot`. Each request gets a letter and a colour. A
+block shows its holders (several, where it is shared) and how far it is filled; a picture shows which
+block holds which part of it.
 """
 
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 from xml.etree import ElementTree as ET
 
 from rich.console import Console
@@ -17,118 +16,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Block", "Snapshot", "SnapshotError", "draw_svg", "parse_snapshot", "print_map"]
+from conformance.kv_pictures import Grid, Picture, pictures_of
+from conformance.kv_snapshot import Block, Patch, Snapshot
+
+__all__ = ["draw_svg", "print_map"]
 
 #: Colours that differ for most kinds of sight (Okabe and Ito, 2008), then lighter ones.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#8c6bb1")
 _CACHED, _EMPTY, _LINE, _NULL = "#b0b0b0", "#ffffff", "#404040", "#e0e0e0"
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_STATES = ("null", "free", "cached", "in_use")
-
-
-class SnapshotError(ValueError):
-    """The data is no snapshot of a KV cache; the message says where it is not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One block.
-
-    Attributes:
-        holders: (request, index of the block in its block table).
-        token_ids: tokens whose KV it holds, in order of its slots.
-        first_position: position of its first slot in the sequence; None if it is nobody's.
-        num_computed: slots that hold KV, from the first on.
-        digits: start of its prefix key, if the prefix cache can find it.
-        media: (first slot, number of rows, content hash) of images and videos.
-    """
-
-    block_id: int
-    state: str
-    holders: tuple[tuple[str, int], ...]
-    token_ids: tuple[int, ...]
-    first_position: int | None
-    num_computed: int
-    digits: str | None
-    media: tuple[tuple[int, int, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All blocks of both pools, by block id."""
-
-    block_size: int
-    blocks: tuple[Block, ...]
-    host_blocks: tuple[Block, ...]
-
-    def pools(self) -> Iterator[tuple[str, tuple[Block, ...]]]:
-        """(name, blocks) of each pool that there is."""
-        yield "device", self.blocks
-        if self.host_blocks:
-            yield "host", self.host_blocks
-
-    def tables(self) -> dict[str, list[tuple[str, Block]]]:
-        """Request → (pool, block) in logical order; requests in alphabetical order."""
-        found: dict[str, list[tuple[int, str, Block]]] = {}
-        for pool, blocks in self.pools():
-            for block in blocks:
-                for request, index in block.holders:
-                    found.setdefault(request, []).append((index, pool, block))
-        return {
-            request: [(pool, block) for _, pool, block in sorted(rows, key=lambda row: row[0])]
-            for request, rows in sorted(found.items())
-        }
-
-
-def parse_snapshot(data: Any) -> Snapshot:
-    """Read what `minivllm.cache.KVSnapshot.as_dict` writes, or another engine in the same form.
-
-    {"block_size": int, "blocks": [block…], "host_blocks": [block…]}, a block being {"block_id",
-    "state": null | free | cached | in_use, "owners": [{"request_id", "index"}…], "token_ids",
-    "first_position", "num_computed", "hash", "media": [{"first_slot", "num_rows",
-    "content_hash"}…]}; all but the first two of a block may be left out.
-
-    Raises:
-        SnapshotError: the data has another form.
-    """
-    if not isinstance(data, Mapping) or not isinstance(data.get("block_size"), int):
-        raise SnapshotError("a snapshot is a mapping with block_size, blocks and perhaps host_blocks")
-    if data["block_size"] < 1:
-        raise SnapshotError(f"block_size must be a positive number of tokens, got {data['block_size']}")
-    pools = []
-    for name in ("blocks", "host_blocks"):
-        blocks = data.get(name, [] if name == "host_blocks" else None)
-        if not isinstance(blocks, Sequence):
-            raise SnapshotError(f"{name} must be a list of blocks, got {type(blocks).__name__}")
-        pools.append(
-            tuple(_block(block, f"{name}[{i}]", data["block_size"]) for i, block in enumerate(blocks))
-        )
-    return Snapshot(data["block_size"], pools[0], pools[1])
-
-
-def _block(data: Any, where: str, block_size: int) -> Block:
-    try:
-        block = Block(
-            block_id=int(data["block_id"]),
-            state=str(data["state"]),
-            holders=tuple((str(o["request_id"]), int(o["index"])) for o in data.get("owners", ())),
-            token_ids=tuple(int(t) for t in data.get("token_ids", ())),
-            first_position=data.get("first_position"),
-            num_computed=int(data.get("num_computed", 0)),
-            digits=data.get("hash"),
-            media=tuple(
-                (int(m["first_slot"]), int(m["num_rows"]), str(m["content_hash"]))
-                for m in data.get("media", ())
-            ),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SnapshotError(f"{where} is no block: {type(error).__name__}: {error}") from error
-    if block.state not in _STATES:
-        raise SnapshotError(f"{where}: state must be one of {', '.join(_STATES)}, got {block.state!r}")
-    if not 0 <= block.num_computed <= block_size:
-        raise SnapshotError(f"{where}: num_computed {block.num_computed} is outside 0 … {block_size}")
-    return block
 
 
 # ---- who is who ---------------------------------------------------------------------------------
@@ -150,7 +47,7 @@ class _Legend:
 
 
 def _summary(name: str, blocks: Sequence[Block], block_size: int) -> str:
-    count = {state: sum(b.state == state for b in blocks) for state in _STATES}
+    count = {state: sum(b.state == state for b in blocks) for state in ("null", "free", "cached", "in_use")}
     shared = sum(len(b.holders) > 1 for b in blocks)
     used = sum(b.num_computed for b in blocks if b.state == "in_use")
     room = count["in_use"] * block_size
@@ -165,7 +62,7 @@ def _summary(name: str, blocks: Sequence[Block], block_size: int) -> str:
 
 
 def print_map(console: Console, snapshot: Snapshot, *, blocks: bool = False, columns: int = 16) -> None:
-    """Print the pools as grids, then the requests with their block tables.
+    """Print the pools as grids, the requests with their block tables, and the pictures by block.
 
     Args:
         blocks: also print a line per block that is not free.
@@ -189,6 +86,8 @@ def print_map(console: Console, snapshot: Snapshot, *, blocks: bool = False, col
     )
     if legend.requests:
         console.print(_request_table(snapshot, legend))
+    for picture in pictures_of(snapshot):
+        _print_picture(console, picture, legend)
     if blocks:
         console.print(_block_table(snapshot, legend))
 
@@ -250,10 +149,46 @@ def _block_table(snapshot: Snapshot, legend: _Legend) -> Table:
                 escape(holders) or "-",
                 _positions(block),
                 " ".join(map(str, block.token_ids)),
-                escape(", ".join(f"{h[:8]} from slot {s}, {n} rows" for s, n, h in block.media)) or "-",
+                escape(", ".join(_media_text(block))) or "-",
                 block.digits or "-",
             )
     return table
+
+
+def _media_text(block: Block) -> list[str]:
+    return [
+        f"{m.content_hash[:8]} rows {m.first_row} … {m.first_row + m.num_rows - 1} from slot {m.first_slot}"
+        for m in block.media
+    ]
+
+
+def _print_picture(console: Console, picture: Picture, legend: _Legend) -> None:
+    """The block of each patch, laid out as the picture is; "+" where several blocks hold it."""
+    console.print(f"{picture.title}, by block", markup=False)
+    for grid in picture.grids():
+        if grid.frame or picture.modality == "video":
+            console.print(f"frame {grid.frame}:", style="dim", markup=False)
+        width = max(len(_block_name(picture, patch)) for row in grid.cells for patch in row)
+        for row in grid.cells:
+            line = Text("  ")
+            for patch in row:
+                style = _holder_colour(picture, patch, legend)
+                line.append(f"{_block_name(picture, patch):>{width}} ", style=style)
+            console.print(line)
+
+
+def _block_name(picture: Picture, patch: Patch | None) -> str:
+    held = picture.holders(patch) if patch is not None else []
+    if not held:
+        return "·"
+    return held[0].name + ("+" if len(held) > 1 else "")
+
+
+def _holder_colour(picture: Picture, patch: Patch | None, legend: _Legend) -> str:
+    """The colour of the first request that holds a block with the patch; grey if none does."""
+    held = picture.holders(patch) if patch is not None else []
+    requests = [request for one in held for request, _ in one.block.holders]
+    return legend.colour(requests[0]) if requests else _CACHED
 
 
 def _positions(block: Block) -> str:
@@ -265,13 +200,17 @@ def _positions(block: Block) -> str:
 # ---- SVG ----------------------------------------------------------------------------------------
 
 _SLOT, _GAP, _HEAD, _MARGIN, _ROW = 10, 8, 16, 16, 20
+#: The longer side of a drawn picture.
+_PICTURE = 240
 
 
 def draw_svg(snapshot: Snapshot, *, title: str = "KV cache") -> str:
-    """The pools as rows of blocks, a cell per slot, and a legend. Cells tell their token on hover.
+    """The pools as rows of blocks, a cell per slot, the pictures, and a legend.
 
     A cell has the colours of all who hold its block, one under the other; cached ones are grey,
-    empty slots white.
+    empty slots white. In the cell of a visual token a small picture shows which part it stands for
+    (a dot if that is unknown). Below, each picture has the blocks of its parts written on it. Cells
+    and parts tell more on hover.
     """
     legend = _Legend(snapshot)
     block_width = min(snapshot.block_size, 16) * _SLOT
@@ -294,6 +233,8 @@ def draw_svg(snapshot: Snapshot, *, title: str = "KV cache") -> str:
             top = y + i // columns * (block_height + _GAP)
             _draw_block(svg, x, top, block, legend, snapshot.block_size)
         y += -(-len(pool) // columns) * (block_height + _GAP) + _GAP
+    for picture in pictures_of(snapshot):
+        y = _draw_picture(svg, y, picture, legend)
     for request, rows in snapshot.tables().items():
         ET.SubElement(svg, "rect", _box(_MARGIN, y, 12, 12, legend.colour(request)))
         tokens = sum(block.num_computed for _, block in rows)
@@ -339,9 +280,71 @@ def _draw_block(svg: ET.Element, x: int, y: int, block: Block, legend: _Legend, 
         if slot < len(block.token_ids):
             position = "" if block.first_position is None else f"position {block.first_position + slot}, "
             ET.SubElement(group[-1], "title").text = f"{position}token {block.token_ids[slot]}"
-        if any(first <= slot < first + rows for first, rows, _ in block.media):
-            mark = {"cx": f"{left + _SLOT / 2:g}", "cy": f"{top + _SLOT / 2:g}", "r": "2", "fill": "#ffffff"}
-            ET.SubElement(group, "circle", mark)
+        for rows in block.media:
+            if rows.first_slot <= slot < rows.first_slot + rows.num_rows:
+                _mark(group, left, top, rows.patch(slot))
+
+
+def _mark(group: ET.Element, left: int, top: int, patch: Patch | None) -> None:
+    """What part of its picture a slot stands for: a frame with that part filled; or a dot."""
+    if patch is None:
+        mark = {"cx": f"{left + _SLOT / 2:g}", "cy": f"{top + _SLOT / 2:g}", "r": "2", "fill": "#ffffff"}
+        ET.SubElement(group, "circle", mark)
+        return
+    inner = _SLOT - 3
+    frame = _box(left + 1.5, top + 1.5, inner, inner, "none") | {"stroke": "#ffffff"}
+    ET.SubElement(group, "rect", frame)
+    part = _box(
+        left + 1.5 + patch.left * inner,
+        top + 1.5 + patch.top * inner,
+        max(patch.width * inner, 0.5),
+        max(patch.height * inner, 0.5),
+        "#ffffff",
+    )
+    ET.SubElement(group, "rect", part | {"stroke": "none"})
+
+
+def _draw_picture(svg: ET.Element, y: int, picture: Picture, legend: _Legend) -> int:
+    """One frame per group of patches, side by side; returns where the next thing goes."""
+    _write(svg, _MARGIN, y + 8, f"{picture.title}, by block")
+    y += _ROW
+    width, height = picture.size or (1, 1)
+    scale = _PICTURE / max(width, height)
+    shown = max(width * scale, 16), max(height * scale, 16)
+    x, bottom = _MARGIN, y
+    for grid in picture.grids():
+        if x > _MARGIN and x + shown[0] > 1100:
+            x, y = _MARGIN, bottom
+        _draw_grid(svg, x, y, shown, picture, grid, legend)
+        x += int(shown[0]) + _GAP
+        bottom = max(bottom, y + int(shown[1]) + _GAP)
+    return bottom + _GAP
+
+
+def _draw_grid(
+    svg: ET.Element,
+    x: int,
+    y: int,
+    shown: tuple[float, float],
+    picture: Picture,
+    grid: Grid,
+    legend: _Legend,
+) -> None:
+    group = ET.SubElement(svg, "g")
+    ET.SubElement(group, "rect", _box(x, y, shown[0], shown[1], _EMPTY))
+    for patch in (patch for row in grid.cells for patch in row if patch is not None):
+        left, top = x + patch.left * shown[0], y + patch.top * shown[1]
+        wide, high = patch.width * shown[0], patch.height * shown[1]
+        colour = _holder_colour(picture, patch, legend)
+        box = ET.SubElement(group, "rect", _box(left, top, wide, high, colour) | {"fill-opacity": "0.6"})
+        held = picture.holders(patch)
+        where = ", ".join(f"block {one.name} of {one.pool}" for one in held)
+        ET.SubElement(box, "title").text = (
+            f"frame {patch.frame}, left {patch.left:.3g}, top {patch.top:.3g}, width {patch.width:.3g},"
+            f" height {patch.height:.3g}: {where}"
+        )
+        if wide >= 14 and high >= 10:
+            _write(group, int(left + 1), int(top + min(high, 11) - 1), _block_name(picture, patch), size=8)
 
 
 def _tooltip(block: Block) -> str:

@@ -1,4 +1,5 @@
-"""`conformance kv-map`: look at a KV cache: who holds which block, what is shared, cached and free.
+"""`conformance kv-map`: look at a KV cache: who holds which block, what is shared, cached and free,
+and which part of which picture.
 
 Exit status: 0 drawn, 2 the command, the snapshot or the scenario is wrong, or the engine shows nothing.
 """
@@ -18,7 +19,8 @@ from rich.console import Console
 from conformance.adapters.base import Snapshots
 from conformance.drive import Drive, NoProgress, StepFailed
 from conformance.engines import EngineNotFound, find_engine
-from conformance.kv_drawing import SnapshotError, draw_svg, parse_snapshot, print_map
+from conformance.kv_drawing import draw_svg, print_map
+from conformance.kv_snapshot import SnapshotError, parse_snapshot
 from conformance.models import ModelUnavailable, resolve_model
 from conformance.paths import DataMissing, data_root
 from conformance.runner import Skipped, engine_requests

@@ -47,6 +47,14 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--raw", action="store_true", help="complete the text as it is, without the chat template"
     )
+    generate.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="picture before the text of each prompt; may be repeated. With --raw, the prompts hold the "
+        "model's own placeholders",
+    )
     generate.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     generate.add_argument("--top-p", type=float, default=1.0)
@@ -78,12 +86,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         elif kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
         elif kind is dict:
-            group.add_argument(flag, type=_mapping, default=field.default, metavar="JSON")
+            group.add_argument(flag, type=json_object, default=field.default, metavar="JSON")
         else:
             group.add_argument(flag, type=kind, default=field.default, help=f"default: {field.default}")
 
 
-def _mapping(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     """A JSON object; anything else is an argparse error."""
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -120,10 +128,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     llm = LLM(**_engine_options(arguments))
     tokenizer = llm.engine.tokenizer
     if arguments.raw or tokenizer is None or not tokenizer.has_chat_template:
-        prompts: list[Any] = list(arguments.prompts)
+        prompts: list[Any] = [_raw_prompt(text, arguments.image) for text in arguments.prompts]
     else:
         system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        prompts = llm.chat_prompts([[*system, {"role": "user", "content": p}] for p in arguments.prompts])
+        contents = [_content(text, arguments.image) for text in arguments.prompts]
+        prompts = llm.chat_prompts([[*system, {"role": "user", "content": c}] for c in contents])
 
     final: dict[str, Any] = {}
     shown, first = 0, None
@@ -152,6 +161,17 @@ def _generate(arguments: argparse.Namespace) -> int:
     for output in failed:
         print(f"request {output.request_id} failed: {output.error}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _raw_prompt(text: str, images: Sequence[str]) -> str | dict[str, Any]:
+    return {"prompt": text, "multi_modal_data": {"image": list(images)}} if images else text
+
+
+def _content(text: str, images: Sequence[str]) -> str | list[dict[str, str]]:
+    """The user's turn: pictures, then text."""
+    if not images:
+        return text
+    return [*({"type": "image", "image": path} for path in images), {"type": "text", "text": text}]
 
 
 def _info(arguments: argparse.Namespace) -> int:

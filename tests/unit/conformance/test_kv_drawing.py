@@ -7,10 +7,10 @@ import io
 from typing import Any
 from xml.etree import ElementTree as ET
 
-import pytest
 from rich.console import Console
 
-from conformance.kv_drawing import SnapshotError, draw_svg, parse_snapshot, print_map
+from conformance.kv_drawing import draw_svg, print_map
+from conformance.kv_snapshot import parse_snapshot
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -102,8 +102,8 @@ def test_each_request_has_a_line_with_its_block_table_in_logical_order() -> None
 
 
 def test_a_line_per_block_tells_everything() -> None:
-    (line,) = [line for line in text(blocks=True).splitlines() if "feedbeef" in line]
-    wanted = "device 2 in_use C red(1) 4 … 6 14 15 16 feedbeef from slot 1, 2 rows -"
+    (line,) = [line for line in text(blocks=True).splitlines() if "from slot" in line]
+    wanted = "device 2 in_use C red(1) 4 … 6 14 15 16 feedbeef rows 0 … 1 from slot 1 -"
     assert " ".join(line.split()) == wanted
 
 
@@ -150,21 +150,86 @@ def test_an_empty_pool_is_drawn_too() -> None:
     assert len(svg(data).findall(f"{SVG}g")) == 1
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([], "a mapping with block_size"),
-        ({"blocks": []}, "block_size"),
-        ({"block_size": 0, "blocks": []}, "got 0"),
-        ({"block_size": 4}, "blocks must be a list"),
-        ({"block_size": 4, "blocks": [], "host_blocks": 3}, "host_blocks must be a list"),
-        ({"block_size": 4, "blocks": [{"state": "free"}]}, r"blocks\[0\] is no block.*block_id"),
-        ({"block_size": 4, "blocks": [7]}, r"blocks\[0\] is no block"),
-        (changed(state="lost"), r"blocks\[2\]: state must be one of null, free, cached, in_use, got 'lost'"),
-        (changed(num_computed=5), r"blocks\[2\]: num_computed 5 is outside 0 … 4"),
-        (changed(owners=[{"request_id": "red"}]), r"blocks\[2\].*index"),
-    ],
-)
-def test_what_is_no_snapshot_is_refused_with_the_place(data: Any, message: str) -> None:
-    with pytest.raises(SnapshotError, match=message):
-        parse_snapshot(data)
+#: A picture of 2 × 2 patches: three of them in block 2, the last one in the cached block 3; one in both.
+PICTURE: dict[str, Any] = {"content_hash": "feedbeefcafe", "modality": "image", "size": [200, 100]}
+
+
+def patches(*cells: tuple[int, int]) -> list[dict[str, float]]:
+    return [{"left": c / 2, "top": r / 2, "width": 0.5, "height": 0.5} for r, c in cells]
+
+
+def with_picture(**changes: Any) -> dict[str, Any]:
+    data = changed(
+        media=[
+            {
+                **PICTURE,
+                "first_slot": 0,
+                "num_rows": 3,
+                "first_row": 0,
+                "patches": patches((0, 0), (0, 1), (1, 0)),
+            }
+        ]
+    )
+    data["blocks"][3]["media"] = [
+        {
+            **PICTURE,
+            "first_slot": 1,
+            "num_rows": 2,
+            "first_row": 2,
+            "patches": patches((1, 0), (1, 1)),
+            **changes,
+        }
+    ]
+    return data
+
+
+def test_a_picture_is_laid_out_by_the_blocks_of_its_patches() -> None:
+    lines = text(with_picture()).splitlines()
+    start = lines.index("image feedbeef (200 × 100): 4 rows, by block")
+    assert [line.split() for line in lines[start + 1 : start + 3]] == [["2", "2"], ["2+", "3"]]
+
+
+def test_frames_of_a_video_are_apart_and_what_no_block_holds_is_a_dot() -> None:
+    data = changed(media=[{"content_hash": "ab", "modality": "video", "first_slot": 0, "num_rows": 3}])
+    data["blocks"][2]["media"][0]["patches"] = [
+        {**patch, "frame": frame}
+        for frame, patch in zip((0, 0, 1), patches((0, 1), (1, 0), (0, 0)), strict=True)
+    ]
+    lines = text(data).splitlines()
+    start = lines.index("video ab: 3 rows, by block")
+    assert [line.split() for line in lines[start + 1 : start + 6]] == [
+        ["frame", "0:"], ["·", "2"], ["2", "·"], ["frame", "1:"], ["2"],
+    ]  # fmt: skip
+
+
+def test_a_picture_whose_patches_are_unknown_is_told_by_its_rows() -> None:
+    assert "media feedbeef: 2 rows, by block" in text().splitlines()
+
+
+def test_the_svg_shows_in_a_slot_which_part_of_the_picture_it_stands_for() -> None:
+    root = svg(with_picture())
+    assert not list(root.iter(f"{SVG}circle"))
+    block = root.findall(f"{SVG}g")[2]
+    parts = [rect for rect in block.findall(f"{SVG}rect") if rect.get("stroke") == "none"]
+    slots = [rect for rect in block.findall(f"{SVG}rect") if rect.get("width") == "10"]
+    place = [
+        (
+            float(part.get("x", "")) - float(slot.get("x", "")),
+            float(part.get("y", "")) - float(slot.get("y", "")),
+        )
+        for part, slot in zip(parts, slots, strict=False)
+    ]
+    assert place == [(1.5, 1.5), (5, 1.5), (1.5, 5)]
+
+
+def test_the_svg_draws_the_picture_with_its_proportions_and_tells_blocks_on_hover() -> None:
+    root = svg(with_picture())
+    drawn = root.findall(f"{SVG}g")[-1]
+    frame, *boxes = drawn.findall(f"{SVG}rect")
+    assert (frame.get("width"), frame.get("height")) == ("240", "120")
+    assert [(b.get("width"), b.get("height")) for b in boxes] == [("120", "60")] * 4
+    titles = [b.findtext(f"{SVG}title") for b in boxes]
+    assert titles[2] == (
+        "frame 0, left 0, top 0.5, width 0.5, height 0.5: block 2 of device, block 3 of device"
+    )
+    assert [t.text for t in drawn.findall(f"{SVG}text")] == ["2", "2", "2+", "3"]

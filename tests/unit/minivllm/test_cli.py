@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
@@ -45,3 +47,61 @@ def test_info_prints_the_resolved_configuration(tiny_llama: str, capsys: pytest.
     plain = json.loads(capsys.readouterr().out)
     assert plain["num_kv_blocks"] == 9
     assert plain["attention_backend"] != "auto"
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[str]:
+    paths = []
+    for name, colour, size in (("red", (255, 0, 0), (84, 112)), ("blue", (0, 0, 255), (112, 56))):
+        Image.new("RGB", size, colour).save(tmp_path / f"{name}.png")
+        paths.append(str(tmp_path / f"{name}.png"))
+    return paths
+
+
+def test_pictures_come_before_the_text(
+    checkpoints: Path, pictures: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(checkpoints / "tiny-qwen2-vl")
+    arguments = [
+        "generate",
+        "--model",
+        model,
+        "--num-kv-blocks",
+        "64",
+        "--max-tokens",
+        "5",
+        "--json",
+        "What?",
+    ]
+    assert main([*arguments, "--image", pictures[0], "--image", pictures[1]]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    llm = LLM(model=model, num_kv_blocks=64)
+    content = [*({"type": "image", "image": path} for path in pictures), {"type": "text", "text": "What?"}]
+    [expected] = llm.chat(
+        [{"role": "user", "content": content}], SamplingParams(temperature=0.0, max_tokens=5)
+    )
+    assert shown["prompt_token_ids"] == list(expected.prompt_token_ids)
+    assert shown["outputs"][0]["token_ids"] == list(expected.outputs[0].token_ids)
+
+
+def test_raw_prompts_place_their_pictures_themselves(
+    checkpoints: Path, pictures: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "--raw", "--model", str(checkpoints / "tiny-qwen2-vl"), "--num-kv-blocks", "64"]
+    arguments += ["--max-tokens", "3", "--image", pictures[0], "--encoder-cache-embeddings", "100"]
+    assert main([*arguments, "<|image_pad|> this"]) == 0
+    assert capsys.readouterr().out
+    assert main([*arguments, "this"]) == 2
+    assert capsys.readouterr().err.startswith("BadMedia: the prompt has 0 image placeholders")
+
+
+def test_mappings_are_given_as_json(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["info", "--model", str(checkpoints / "tiny-qwen2-vl"), "--num-kv-blocks", "64"]
+    limit = ["--limit-mm-per-prompt", '{"image": 2}']
+    assert main([*arguments, *limit, "--mm-processor-kwargs", '{"max_pixels": 9000}']) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["engine"]["limit_mm_per_prompt"] == {"image": 2}
+    assert plain["engine"]["mm_processor_kwargs"] == {"max_pixels": 9000}
+    with pytest.raises(SystemExit):
+        main([*arguments, "--mm-processor-kwargs", "[1]"])
+    assert "invalid json_object value" in capsys.readouterr().err
