@@ -35,6 +35,8 @@ from minivllm.trace import Event
 
 MODELS = ("tiny-llama", "tiny-qwen2", "tiny-qwen3")
 CASES = [*((model, "float32") for model in MODELS), ("tiny-llama", "bfloat16")]
+#: Windows and two ropes: less of everything than CASES, the scenarios do the rest.
+GEMMA = ("tiny-gemma3", "float32")
 NEW_TOKENS = 9
 
 #: Lengths around the softmax's short rows, the blocks, and one and two tiles of keys.
@@ -193,7 +195,7 @@ ARMS = {
 #: One model goes through everything, the others through what has most in it.
 RUNS = [(case, arm) for case in CASES for arm in ARMS if case == CASES[0] or arm in ("chunk 7", "small pool")]
 #: Odd seeds run on two threads.
-FUZZ = [(CASES[0], 0), (CASES[0], 1), *((case, 4) for case in CASES[1:-1]), (CASES[-1], 5)]
+FUZZ = [(CASES[0], 0), (CASES[0], 1), *((case, 4) for case in CASES[1:-1]), (CASES[-1], 5), (GEMMA, 6)]
 
 
 @pytest.mark.parametrize(("case", "name"), RUNS, ids=str)
@@ -237,13 +239,15 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """`tiled_attention` in the shape of a Transformers attention function; the mask is its own."""
     del module, attention_mask
     end, rows, tile = key.shape[2], query.shape[2], KEY_TILE[query.dtype]
     missing = -end % tile
-    hidden = torch.arange(end + missing) > torch.arange(end - rows, end)[:, None]
+    keys, queries = torch.arange(end + missing), torch.arange(end - rows, end)[:, None]
+    hidden = (keys > queries) | (keys <= queries - (sliding_window or end))
     k, v = (F.pad(part.transpose(1, 2), (0, 0, 0, 0, 0, missing)) for part in (key, value))
     return tiled_attention(query.transpose(1, 2), k, v, hidden[None], scaling), None
 
@@ -262,6 +266,8 @@ def patched(lab: Lab) -> nn.Module:
         return lambda x: ops.linear(x.flatten(0, -2), module.weight, module.bias).view(*x.shape[:-1], -1)
 
     def norm(module: Any) -> Callable[[Tensor], Tensor]:
+        if type(module).__name__ == "Gemma3RMSNorm":
+            return lambda x: ops.rms_norm_plus_one(x, module.weight, module.eps)
         return lambda x: ops.rms_norm(x, module.weight, module.variance_epsilon)
 
     replaced: Counter[str] = Counter()
@@ -272,6 +278,8 @@ def patched(lab: Lab) -> nn.Module:
             module.forward = norm(module)
         elif type(module).__name__ == "SiLUActivation":
             module.forward = ops.silu
+        elif type(module).__name__ == "GELUTanh":
+            module.forward = ops.gelu_tanh
         else:
             continue
         replaced[type(module).__name__] += 1
@@ -294,7 +302,7 @@ def _oracle(
     return torch.cat(rows), held
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, GEMMA], ids=str)
 @pytest.mark.parametrize("cached", [False, True], ids=["whole", "token by token after the prompt"])
 def test_the_engine_equals_transformers_with_our_operations_patched_in(
     lab: Lab, alone: dict[str, Bits], cached: bool
@@ -318,7 +326,7 @@ def test_the_engine_equals_transformers_with_our_operations_patched_in(
                 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, GEMMA], ids=str)
 def test_plain_operations_on_one_request_equal_stock_transformers_with_a_cache(
     case: tuple[str, str], checkpoints: Any
 ) -> None:
