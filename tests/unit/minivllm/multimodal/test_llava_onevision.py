@@ -55,6 +55,7 @@ def make(directory: Path) -> Any:
         (["small_30x20"], [16 + 2 * (4 + 1)]),
         (["wide_200x40"], [16 + 2 * (12 + 1)]),
         (["large_640x360"], [16 + 6 * (12 + 1)]),
+        (["thin_2010x10"], [16]),  # no line is left of its tiles
         (["nearly_square"], [16 + 7 * (8 + 1)]),  # 10 × 12 of 3 × 3 tiles, shrunk to 4 squares' worth
         (["noise_112x84", "wide_200x40"], [17, 17]),  # two pictures are not tiled
         (["wide_200x40", "noise_112x84", "dot_1x1"], [17, 17, 17]),
