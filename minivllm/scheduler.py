@@ -332,7 +332,7 @@ class Scheduler:
             InvariantError: naming the broken law.
         """
         self.block_manager.check_integrity()
-        self.encoder_cache.check_integrity()
+        self.encoder_cache.check_integrity(self._requests)
         check_schedule(
             self._requests, self._tickets, self._running, self._waiting, self.max_num_seqs, self.block_manager
         )

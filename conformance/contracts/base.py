@@ -36,7 +36,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Positions start … start + length - 1 stand for an image: the KV depends on its content."""
+    """Positions start … start + length - 1 stand for an image: the KV depends on its content.
+
+    For an engine, the image has `length` rows of embeddings, and equal `content` means an equal
+    length too.
+    """
 
     start: int
     length: int
@@ -209,6 +213,7 @@ class EngineShape:
         policy: order of service.
         preemption: what to do with the victim's KV; "recompute" unless `swap` is declared.
         num_host_blocks: blocks of the host pool; 0 unless `swap` is declared.
+        encoder_budget: most rows of image embeddings at any time; 0 unless `encoder` is declared.
     """
 
     num_blocks: int
@@ -222,6 +227,7 @@ class EngineShape:
     policy: Literal["fcfs", "priority"] = "fcfs"
     preemption: Literal["recompute", "swap", "auto"] = "recompute"
     num_host_blocks: int = 0
+    encoder_budget: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +252,8 @@ class EngineCapabilities:
         fail: `commit` takes `failed={rid: message}`; such a request ends with "error".
         ship: has `ship()`: the plan goes to a worker and back (pickle), rows come from the copy.
         swap: understands `EngineShape.num_host_blocks` and has `num_host_free`.
+        encoder: takes spans, honours `EngineShape.encoder_budget`, and its plans say which images
+            are encoded and evicted.
         reset: has `reset() -> bool`.
         pool: has `num_free`.
         unused: has `unused_slots() -> iterable of slots` that hold no computed KV.
@@ -274,6 +282,7 @@ class EngineCapabilities:
     ship: bool = False
     swap: bool = False
     publishes_swapped: bool = False
+    encoder: bool = False
     reset: bool = False
     pool: bool = False
     unused: bool = False
@@ -316,10 +325,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step."""
+    """One step.
+
+    Attributes:
+        evict: contents of images whose embeddings are dropped, before anything is encoded.
+        encode: contents of images that are encoded, and held until a plan evicts them.
+    """
 
     rows: tuple[Row, ...]
     moves: Moves = Moves()
+    evict: tuple[str, ...] = ()
+    encode: tuple[str, ...] = ()
 
 
 class Engine(Protocol):

@@ -47,9 +47,6 @@ __all__ = ["MiniVLLMAllocator", "MiniVLLMEngine", "MiniVLLMTensors", "TensorMemo
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=None)
 
-#: Rows of every media item: no prompt of the fuzzer is longer.
-_ITEM_ROWS = 64
-
 
 class MiniVLLMAllocator:
     """`BlockManager` with its `PrefixIndex` and host pool; block 0 comes on top of the shape's."""
@@ -179,6 +176,7 @@ class MiniVLLMEngine:
         ship=True,
         swap=True,
         publishes_swapped=True,
+        encoder=True,
         reset=True,
         pool=True,
         unused=True,
@@ -202,6 +200,7 @@ class MiniVLLMEngine:
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.max_num_batched_tokens,
             max_model_len=shape.max_model_len,
+            max_encoder_embeddings=shape.encoder_budget or shape.max_model_len,
             enable_chunked_prefill=shape.chunked_prefill,
             policy=shape.policy,
             preemption_mode=shape.preemption,
@@ -397,6 +396,8 @@ def _plan(plan: StepPlan, block_size: int) -> Plan:
     return Plan(
         tuple([_row(scheduled, block_size) for scheduled in plan.requests]),
         Moves(_copies(plan.swap_out), _copies(plan.swap_in), _copies(plan.copies)),
+        evict=plan.evict_media,
+        encode=tuple([item.content_hash for item in plan.encode]),
     )
 
 
@@ -427,5 +428,5 @@ def _request(rid: str, tokens: Sequence[int], tags: Tags, sampling: SamplingPara
         sampling,
         cache_salt=tags.salt,
         media=tuple(MediaSpan(s.start, s.length, "image", s.content) for s in tags.spans),
-        media_items={s.content: MediaItem(s.content, "image", _ITEM_ROWS, {}) for s in tags.spans},
+        media_items={s.content: MediaItem(s.content, "image", s.length, {}) for s in tags.spans},
     )

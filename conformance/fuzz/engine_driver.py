@@ -31,6 +31,7 @@ def engine_setup(chance: Chance, can: EngineCapabilities) -> EngineSetup:
         preemption=chance.pick(("recompute", "swap", "swap", "auto")) if can.swap else "recompute",
         num_host_blocks=chance.below(13) if can.swap else 0,
         oversized=chance.one_in(8),
+        encoder_budget=chance.between(2, 9) if can.encoder else 0,
     )
 
 
@@ -61,6 +62,21 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
         prompts.append(made if setup.oversized else made[:longest])
         return prompts[-1]
 
+    def images(length: int) -> SpanFields:
+        """One or two images; how long one is, is part of its name."""
+        room = length if setup.oversized or not can.encoder else min(length, setup.encoder_budget)
+        made: list[tuple[int, int, str]] = []
+        start = 0
+        for _ in range(chance.between(1, 2)):
+            start += chance.below(3)
+            if start >= length or room < 1:
+                break
+            size = chance.between(1, min(length - start, room))
+            made.append((start, size, f"{chance.pick('ab')}{size}"))
+            start += size
+            room -= 0 if setup.chunked_prefill else size
+        return tuple(made)
+
     def arrival() -> Operation:
         nonlocal number
         number += 1
@@ -68,9 +84,8 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
         max_tokens = chance.between(1, 9)
         n = chance.between(2, 3) if "n" in options and chance.one_in(4) else 1
         spans: SpanFields = ()
-        if "spans" in options and chance.one_in(8):
-            start = chance.below(len(tokens))
-            spans = ((start, chance.between(1, len(tokens) - start), chance.pick("ab")),)
+        if "spans" in options and chance.one_in(3 if can.encoder else 8):
+            spans = images(len(tokens))
         add = Add(
             f"r{number}",
             tokens,

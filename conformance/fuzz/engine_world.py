@@ -15,6 +15,7 @@ from conformance.contracts.base import EngineShape, Plan, Rejected, Row, Span, T
 from conformance.fuzz.content import Content
 from conformance.fuzz.kv import KVMemory, ListMemory, Story, move
 from conformance.fuzz.laws import broken
+from conformance.fuzz.media import MediaLedger
 from conformance.fuzz.operations import Abort, Add, Commit, Operation, PlanStep, Preempt, Reset
 
 __all__ = ["EOS", "EngineSetup", "EngineWorld", "Job", "why_rejected"]
@@ -24,7 +25,10 @@ EOS = 0
 
 
 class EngineSetup(NamedTuple):
-    """One example's sizes and switches. `oversized`: requests that never fit may arrive."""
+    """One example's sizes and switches. `oversized`: requests that never fit may arrive.
+
+    `encoder_budget` 0: nothing is asked of the engine's encoder cache.
+    """
 
     num_blocks: int
     block_size: int
@@ -38,6 +42,7 @@ class EngineSetup(NamedTuple):
     preemption: Literal["recompute", "swap", "auto"] = "recompute"
     num_host_blocks: int = 0
     oversized: bool = False
+    encoder_budget: int = 0
 
     def shape(self) -> EngineShape:
         fields = self._asdict()
@@ -113,6 +118,7 @@ class EngineWorld:
         self.memory: KVMemory = self.target.memory() if self.can.memory else ListMemory(setup.block_size)
         self.content = Content(setup.block_size, tail_first=self.can.evicts == "tail-first")
         self.jobs: dict[str, Job] = {}
+        self.media = MediaLedger(setup.encoder_budget, seen)
         self.planned: Plan | None = None
         self.transcript: list[object] = []
         self._by_rid: dict[str, Job] = {}
@@ -194,6 +200,7 @@ class EngineWorld:
             broken("history", f"two requests are called {answer!r}")
         job = Job(op.request, answer, op, Story(op.tokens, tags), limit, len(self.jobs))
         self.jobs[op.request] = self._by_rid[answer] = job
+        self.media.know(tags.spans)
 
     def _whole_prompts(self) -> bool:
         return self.can.chunked_prefill and not self.setup.chunked_prefill
@@ -255,6 +262,7 @@ class EngineWorld:
         else:
             self.target.commit(sampled)
         self.planned = None
+        self.media.carried_out()
         for row in plan.rows:
             job = self._by_rid[row.rid]
             if job.name not in self._void:
@@ -325,6 +333,9 @@ class EngineWorld:
                 broken("history", f"a row for {row.rid!r}, which is not live")
             self._judge_row(job, row)
             self._take_in(job, row, filled, copied)
+        if setup.encoder_budget:
+            chunks = ((self._by_rid[r.rid].story.tags.spans, r.positions[0], r.kv_len) for r in plan.rows)
+            self.media.judge(plan.encode, plan.evict, chunks)
         beginnings = [row.ids for row in plan.rows if row.positions[0] == 0]
         seen["equal prompts in one step"] += len(set(beginnings)) < len(beginnings)
         partial = [row for row in plan.rows if row.kv_len < len(self._by_rid[row.rid].story)]
@@ -465,7 +476,8 @@ class EngineWorld:
 def why_rejected(op: Add, setup: EngineSetup, *, whole_prompts: bool) -> str | None:
     """Why a request can never be served: "too long", "never fits", or None.
 
-    All n sequences must fit the pool together; they share the full blocks of the prompt.
+    All n sequences must fit the pool together; they share the full blocks of the prompt. Each image
+    must fit the encoder's budget, or all of them if the prompt is computed in one step.
     """
     prompt, size = len(op.tokens), setup.block_size
     if prompt >= setup.max_model_len or (whole_prompts and prompt > setup.max_num_batched_tokens):
@@ -476,7 +488,14 @@ def why_rejected(op: Add, setup: EngineSetup, *, whole_prompts: bool) -> str | N
     if longest > prompt:
         shared = prompt // size if op.n > 1 else 0
         needed = shared + op.n * (needed - shared)
-    return "never fits" if needed > setup.num_blocks else None
+    if needed > setup.num_blocks:
+        return "never fits"
+    if setup.encoder_budget:
+        images = {content: length for _, length, content in op.spans}
+        together = sum(images.values()) if whole_prompts else max(images.values(), default=0)
+        if together > setup.encoder_budget:
+            return "never fits"
+    return None
 
 
 _APPLY: Mapping[type[Any], Callable[[EngineWorld, Any], None]] = {

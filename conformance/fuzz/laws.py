@@ -42,6 +42,9 @@ LAWS: Mapping[str, Law] = {
     "purity": Law("declared", "a question changes nothing and is answered as asked"),
     "never fits": Law("declared", "what could outgrow the pool is rejected, everything else is not"),
     "order": Law("declared", "nobody starts before an earlier arrival"),
+    "encoder": Law(
+        "declared", "what a step needs is encoded, what is encoded is needed, and all fits the budget"
+    ),
     "chunking": Law("declared", "with chunked prefill off, a prompt is computed in one step"),
     "white box": Law("white box", "the target's own check finds nothing"),
 }

@@ -49,6 +49,7 @@ def engine_setups(draw: st.DrawFn, can: EngineCapabilities) -> EngineSetup:
         preemption=preemption,
         num_host_blocks=draw(st.integers(0, 12)) if preemption != "recompute" else 0,
         oversized=draw(st.integers(0, 3)) == 3,
+        encoder_budget=draw(st.integers(2, 9)) if can.encoder else 0,
     )
 
 
@@ -64,11 +65,17 @@ def salts() -> st.SearchStrategy[str | None]:
 
 @st.composite
 def spans(draw: st.DrawFn, length: int) -> SpanFields:
-    """At most one image within a prompt of this length."""
-    if draw(st.integers(0, 2)):
-        return ()
-    start = draw(st.integers(0, length - 1))
-    return ((start, draw(st.integers(1, length - start)), draw(st.sampled_from("ab"))),)
+    """At most two images within a prompt of this length; how long one is, is part of its name."""
+    made: list[tuple[int, int, str]] = []
+    start = 0
+    for _ in range(max(0, draw(st.integers(0, 5)) - 3)):
+        start += draw(st.integers(0, 2))
+        if start >= length:
+            break
+        size = draw(st.integers(1, min(length - start, 6)))
+        made.append((start, size, f"{draw(st.sampled_from('ab'))}{size}"))
+        start += size
+    return tuple(made)
 
 
 @st.composite

@@ -7,7 +7,7 @@ a picture, and a preempted request finds its pictures again unless they had to g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from minivllm.errors import CapacityError, InvariantError, RequestError
@@ -188,8 +188,8 @@ class EncoderCache:
         self._to_evict.clear()
         self._pinned.clear()
 
-    def check_integrity(self) -> None:
-        """Check that budget and step agree.
+    def check_integrity(self, live: Container[str]) -> None:
+        """Check that budget, step and the live requests (by id) agree.
 
         Raises:
             InvariantError: naming the broken law.
@@ -203,6 +203,8 @@ class EncoderCache:
         if not self._pinned.keys() <= kept:
             lost = sorted(self._pinned.keys() - kept)
             raise InvariantError(f"law 'what a step needs is cached or encoded' is broken: {lost}")
+        if ended := [name for users in self._users.values() for name in users if name not in live]:
+            raise InvariantError(f"law 'only live requests wait for media' is broken: {ended}")
         if not self._to_evict.keys() <= self._held.keys():
             raise InvariantError("law 'only what is held is evicted' is broken")
 

@@ -16,7 +16,7 @@ from conformance.fuzz.driver import Failure, Fuzzer
 from conformance.fuzz.session import PROFILES
 from minivllm import scheduler as scheduler_module
 from minivllm.attention import KVCache
-from minivllm.cache import BlockManager, PrefixChain, PrefixIndex, PrefixMatch
+from minivllm.cache import BlockManager, EncoderCache, PrefixChain, PrefixIndex, PrefixMatch
 from minivllm.cache import prefix_index as prefix_index_module
 from minivllm.cache.host_pool import HostPool
 from minivllm.cache.tables import BlockTable
@@ -275,6 +275,57 @@ def swap_copies_after_the_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockManager, "pending_copies", reordered)
 
 
+# --- the encoder cache ---------------------------------------------------------------------------
+
+
+def pinned_item_evicted(patch: pytest.MonkeyPatch) -> None:
+    """The victim may be an image that the same step needs."""
+    victim = EncoderCache._victim
+
+    def careless(self: EncoderCache) -> str | None:
+        pinned, self._pinned = self._pinned, {}
+        found = victim(self)
+        self._pinned = pinned
+        return found
+
+    patch.setattr(EncoderCache, "_victim", careless)
+
+
+def evicted_item_not_encoded_anew(patch: pytest.MonkeyPatch) -> None:
+    """A preempted request is taken to have its images still."""
+    claim = EncoderCache.claim
+
+    def trusting(self: EncoderCache, request: Request, start: int, num_tokens: int) -> None:
+        claim(self, request, start, num_tokens)
+        if request.num_preemptions:
+            self._to_encode.clear()
+
+    patch.setattr(EncoderCache, "claim", trusting)
+
+
+def encoder_budget_counts_a_step_alone(patch: pytest.MonkeyPatch) -> None:
+    """What earlier steps left in the cache is not counted."""
+
+    def forgetful(self: EncoderCache) -> int:
+        return sum(e.item.num_embeddings for e in self._to_encode.values())
+
+    patch.setattr(EncoderCache, "_planned_rows", forgetful)
+    patch.setattr(EncoderCache, "check_integrity", lambda *_: None)
+
+
+def item_forgotten_with_its_first_request(patch: pytest.MonkeyPatch) -> None:
+    """The end of one of two requests that share an image drops it for both."""
+    leave = EncoderCache.leave
+
+    def greedy(self: EncoderCache, request: Request) -> None:
+        leave(self, request)
+        for content_hash in request.media_items:
+            if content_hash not in self._pinned:
+                self._held.pop(content_hash, None)
+
+    patch.setattr(EncoderCache, "leave", greedy)
+
+
 # --- the scheduler -------------------------------------------------------------------------------
 
 
@@ -337,6 +388,10 @@ FAULTS: dict[Fault, tuple[str, ...]] = {
     writes_into_a_shared_block: (ALLOCATOR, ENGINE),
     swap_copies_after_the_step: (ALLOCATOR, ENGINE),
     preempts_the_oldest: (ENGINE,),
+    pinned_item_evicted: (ENGINE,),
+    evicted_item_not_encoded_anew: (ENGINE,),
+    encoder_budget_counts_a_step_alone: (ENGINE,),
+    item_forgotten_with_its_first_request: (ENGINE,),
 }
 
 

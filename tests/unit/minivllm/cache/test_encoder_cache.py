@@ -45,7 +45,7 @@ class Bench:
             got.append(tokens)
             if tokens:
                 self.cache.claim(one, start, tokens)
-        self.cache.check_integrity()
+        self.cache.check_integrity({user for users in self.cache._users.values() for user in users})
         encode, evict = self.cache.changes()
         for content_hash in evict:
             del self.held[content_hash]
