@@ -133,6 +133,8 @@ def _encode(model: VisionLanguageModel, item: MediaItem) -> MediaEmbeddings | st
 
 def _pieces(r: ScheduledRequest, first_row: int) -> Iterator[_Piece]:
     """What this step computes of each span, by rows of the item and of the batch."""
+    if not r.request.media or r.request.media[-1].end <= r.start:
+        return
     for span in r.request.media:
         start, end = max(span.start, r.start), min(span.end, r.end)
         if start < end:

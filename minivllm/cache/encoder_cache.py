@@ -139,13 +139,12 @@ class EncoderCache:
 
         The chunk ends before the first span whose item does not fit beside what is pinned.
         """
-        pinned = sum(self._pinned.values())
         extra: dict[str, int] = {}
         for span, item in _needed(request, start, start + num_tokens):
             if span.content_hash in self._pinned or span.content_hash in extra:
                 continue
             extra[span.content_hash] = item.num_embeddings
-            if pinned + sum(extra.values()) > self.budget:
+            if sum(self._pinned.values()) + sum(extra.values()) > self.budget:
                 return max(0, span.start - start)
         return num_tokens
 
@@ -155,15 +154,16 @@ class EncoderCache:
         Raises:
             InvariantError: there is no room; `most_tokens` was not asked.
         """
+        missing = False
         for span, item in _needed(request, start, start + num_tokens):
-            content_hash, rows = span.content_hash, item.num_embeddings
+            content_hash = span.content_hash
             if content_hash in self._pinned:
                 continue
-            self._pinned[content_hash] = rows
-            if content_hash in self._held and content_hash not in self._to_evict:
-                continue
-            self._to_encode[content_hash] = _Encoding(item, request.request_id)
-        while self._planned_rows() > self.budget:
+            self._pinned[content_hash] = item.num_embeddings
+            if content_hash not in self._held or content_hash in self._to_evict:
+                self._to_encode[content_hash] = _Encoding(item, request.request_id)
+                missing = True
+        while missing and self._planned_rows() > self.budget:
             victim = self._victim()
             if victim is None:
                 raise InvariantError(f"law 'the encoder budget of {self.budget} is kept' is broken")
@@ -229,6 +229,8 @@ class EncoderCache:
 
 def _needed(request: Request, start: int, end: int) -> Iterator[tuple[MediaSpan, MediaItem]]:
     """Spans with a token in start … end - 1 whose rows come from the encoder, in order."""
+    if not request.media or request.media[-1].end <= start:
+        return  # nearly every step of every request
     for span in request.media:
         if span.start < end and span.end > start:
             item = request.media_items[span.content_hash]

@@ -569,3 +569,29 @@ def test_llm_chats_about_files_and_bytes_alike(checkpoints: Path, tmp_path: Path
         {"prompt_token_ids": outputs[0].prompt_token_ids, "multi_modal_data": {"image": RED}}, GREEDY
     )
     assert generated.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+
+
+def test_a_snapshot_tells_which_part_of_which_picture_is_in_which_block(make: Make) -> None:
+    engine = make(block_size=5)
+    engine.add_request("r", engine.chat_prompt(QUESTION), GREEDY)
+    media = engine.media("r")
+    engine.step()
+    told: dict[tuple[str, int], tuple[int, Any]] = {}
+    for block in engine.kv_snapshot().blocks:
+        for rows in block.media:
+            assert rows.size == (RED if rows.content_hash == media.media[0].content_hash else BLUE).size
+            assert block.first_position is not None
+            for i in range(rows.num_rows):
+                position = block.first_position + rows.first_slot + i
+                told[rows.content_hash, rows.first_row + i] = (position, rows.patches[i])
+    wanted = {
+        (span.content_hash, span.first_row + i): (
+            span.start + i,
+            media.media_items[span.content_hash].patches[span.first_row + i],
+        )
+        for span in media.media
+        for i in range(span.length)
+    }
+    assert told == wanted
+    run(engine)
+    assert any(block.media for block in engine.kv_snapshot().blocks), "cached blocks still know theirs"

@@ -113,6 +113,18 @@ def test_a_block_is_tagged_with_the_rows_of_each_image_it_overlaps() -> None:
     ]
 
 
+def test_a_run_of_an_image_is_tagged_by_the_rows_it_takes() -> None:
+    runs = [MediaSpan(1, 2, "video", "v", 0), MediaSpan(4, 4, "video", "v", 2)]
+    chain = PrefixIndex(4, 0).chain(request([9] * 8, media=runs))
+    assert [chain.content(i).tags for i in range(2)] == [
+        (("media", "v", 0, 1, 2),),
+        (("media", "v", 2, 0, 4),),
+    ]
+    shifted = [runs[0], MediaSpan(4, 4, "video", "v", 3)]
+    assert keys(request([9] * 8, media=runs))[0] == keys(request([9] * 8, media=shifted))[0]
+    assert keys(request([9] * 8, media=runs))[1] != keys(request([9] * 8, media=shifted))[1]
+
+
 def test_the_order_in_which_spans_are_given_does_not_matter() -> None:
     spans = [image(1, 2, "a"), image(4, 3, "b"), image(8, 4, "c")]
     assert keys(request([9] * 12, media=spans)) == keys(request([9] * 12, media=spans[::-1]))
