@@ -10,7 +10,7 @@ import torch
 from minivllm.attention import ATTENTION_BACKENDS, AUTO_ORDER, KVCache
 from minivllm.cache import BlockManager
 from minivllm.config import EngineConfig, ModelConfig, ResolvedConfig
-from minivllm.device import resolve_device
+from minivllm.device import resolve_device, total_memory
 from minivllm.errors import BadParameter, ConfigError
 from minivllm.layers import make_ops
 from minivllm.models import LanguageModel, load_model, load_model_config
@@ -28,6 +28,9 @@ __all__ = ["DEFAULT_KV_CACHE_BYTES", "EngineParts", "build_engine", "resolve"]
 
 #: The pool's size when neither num_kv_blocks nor kv_cache_memory_bytes is given.
 DEFAULT_KV_CACHE_BYTES = 2**30
+
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
     why: list[tuple[str, str]] = []
     device = resolve_device(config.device)
     dtype = model.dtype if config.dtype == "auto" else config.dtype
+    if dtype not in _DTYPES:
+        raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be computed with; set dtype: {_DTYPES}")
     if config.dtype == "auto":
         why.append(("dtype", f"the checkpoint's own is {model.dtype}"))
     if config.device == "auto":
@@ -96,6 +101,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
             f"no block of {block_bytes} bytes: set swap_space_bytes to a multiple of {block_bytes}, or "
             f"preemption_mode to recompute"
         )
+    # Half a head of cosines and of sines per position, in float32.
+    rope_bytes = sum(4 * model.head_dim for rope in (model.rope, model.local_rope) if rope is not None)
+    _check_memory("num_kv_blocks", num_blocks, block_bytes, device)
+    _check_memory("swap_space_bytes", num_host_blocks * block_bytes, 1, torch.device("cpu"))
+    _check_memory("max_model_len", max_model_len, rope_bytes, device)
     return ResolvedConfig(
         engine=config,
         model=model,
@@ -110,6 +120,16 @@ def resolve(config: EngineConfig, model: ModelConfig) -> ResolvedConfig:
         max_encoder_embeddings=embeddings,
         why=tuple(why),
     )
+
+
+def _check_memory(name: str, count: int, size: int, device: torch.device) -> None:
+    """Refuse to ask the allocator for more than there is: it may also say yes, and the system kill us."""
+    memory = total_memory(device)
+    if memory is not None and count * size > memory:
+        raise ConfigError(
+            f"{name} {count} takes {count * size} bytes, but {device} has {memory}"
+            + (f"; lower {name} to at most {memory // size}" if memory >= 2 * size else "")
+        )
 
 
 def build_engine(config: EngineConfig, *, trace: TraceSink, model: LanguageModel | None) -> EngineParts:

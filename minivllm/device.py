@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from minivllm.errors import ConfigError
 
-__all__ = ["DEVICE_ORDER", "pin_numerics", "resolve_device"]
+__all__ = ["DEVICE_ORDER", "pin_numerics", "resolve_device", "total_memory"]
 
 DEVICE_ORDER = ("cuda", "mps", "cpu")
 """What "auto" tries, first to last; the cpu is always there."""
@@ -35,6 +37,18 @@ def resolve_device(name: str) -> torch.device:
         present = ", ".join(kind for kind in DEVICE_ORDER if _absence(kind, None) is None)
         raise ConfigError(f"device {name!r} is not available: {problem}; present: {present} (or use 'auto')")
     return device
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory that a device has; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not a POSIX system, or one that hides it
+        return None
 
 
 def pin_numerics() -> None:

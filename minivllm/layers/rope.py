@@ -276,8 +276,8 @@ def rope_frequencies(
         raise UnsupportedError(f"rope kind {rope.kind!r} is not implemented; known: {sorted(ROPE_KINDS)}")
     if head_dim < 4 or head_dim % 2:
         raise ConfigError(f"rope needs an even head_dim of at least 4, got {head_dim}")
-    if not rope.theta > 1:
-        raise ConfigError(f"rope theta must exceed 1, got {rope.theta}")
+    if not 1 < rope.theta < math.inf:
+        raise ConfigError(f"rope theta must be finite and exceed 1, got {rope.theta}")
     # a field that is present but null is a field left out, as in Transformers
     given = {name: value for name, value in rope.parameters if value is not None}
     missing = sorted(kind.required - set(given))

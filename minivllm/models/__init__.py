@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from minivllm.config import ModelConfig
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, MiniVLLMError, WeightError
 from minivllm.layers.ops import Ops
 from minivllm.models.base import LanguageModel
 from minivllm.models.decoder import DecoderModel
@@ -16,7 +16,7 @@ from minivllm.models.gguf_file import GGUFSource
 from minivllm.models.hf_config import read_config
 from minivllm.models.safetensors_dir import SafetensorsSource
 from minivllm.models.vlm import MediaEmbeddings, VisionLanguageModel
-from minivllm.models.weights import fill, replace_weights
+from minivllm.models.weights import check_weights, fill, replace_weights
 from minivllm.registry import Registry
 
 __all__ = [
@@ -103,6 +103,19 @@ def load_model(
         config = load_model_config(path)
         source = SafetensorsSource(path)
     family = MODELS.get(config.architecture)
+    if config.num_hidden_layers > (held := len(source.shapes())):
+        raise WeightError(
+            f"{path}: {config.num_hidden_layers} layers, but the checkpoint holds {held} tensors"
+        )
+    try:
+        # Shapes first: no memory is taken for a model that the checkpoint does not hold.
+        check_weights(
+            family(config, dtype=dtype, device="meta", ops=ops, max_model_len=max_model_len), source
+        )
+    except MiniVLLMError:
+        raise
+    except RuntimeError as error:  # a size that no number holds
+        raise ConfigError(f"{path}: the configuration describes impossible tensors: {error}") from error
     model = family(config, dtype=dtype, device=device, ops=ops, max_model_len=max_model_len)
     fill(model, source)
     return model

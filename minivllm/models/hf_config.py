@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; a model directory needs it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number too long
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -127,6 +128,9 @@ def check_config(config: ModelConfig, where: Path, activations: tuple[str, ...])
             f"num_attention_heads ({config.num_attention_heads}) must be a multiple of "
             f"num_key_value_heads ({config.num_key_value_heads})"
         )
+    eps: object = config.rms_norm_eps
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        problems.append(f"the norm's epsilon must be a finite number of at least 0, got {eps!r}")
     if problems:
         raise ConfigError(f"{where}: " + "; ".join(problems))
     if config.hidden_act not in activations:
@@ -136,24 +140,27 @@ def check_config(config: ModelConfig, where: Path, activations: tuple[str, ...])
         )
 
 
-def as_ids(values: Iterable[int | list[int] | None]) -> tuple[int, ...]:
-    """Unite ids, lists of ids and None into sorted distinct ids."""
+def as_ids(values: Iterable[object]) -> tuple[int, ...]:
+    """Unite ids, lists of ids and None into sorted distinct ids; ConfigError for anything else."""
     ids: set[int] = set()
     for value in values:
-        ids.update([] if value is None else [value] if isinstance(value, int) else value)
+        for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+            if not isinstance(one, int) or isinstance(one, bool):
+                raise ConfigError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+            ids.add(one)
     return tuple(sorted(ids))
 
 
 def _with_defaults(directory: Path) -> dict[str, Any]:
     """config.json with the defaults of its Transformers class filled in."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ConfigError(f"{directory / 'config.json'} is not a valid configuration: {error}") from error
-    values: dict[str, Any] = config.to_dict()
+        values: dict[str, Any] = config.to_dict()
+    except Exception as error:  # whatever Transformers' own code trips over, the file is at fault
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{directory / 'config.json'} is not a valid configuration: {said}") from error
     return values
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from minivllm.errors import WeightError
 from minivllm.models.base import LanguageModel
 
-__all__ = ["TensorSource", "fill", "replace_weights"]
+__all__ = ["TensorSource", "check_weights", "fill", "replace_weights"]
 
 _HEAD = "lm_head.weight"
 
@@ -47,6 +47,23 @@ def fill(model: LanguageModel, source: TensorSource) -> None:
         WeightError: naming every missing and unknown tensor and every wrong shape, before
             anything is copied; two tensors for one parameter; a tensor that is not floating point.
     """
+    read_from = check_weights(model, source)
+    for name, parameter in model.named_parameters():
+        tensor = source.read(read_from[name])
+        if not tensor.dtype.is_floating_point:
+            raise WeightError(
+                f"{source.where}: {name} is stored as {tensor.dtype}; it must be floating point"
+            )
+        with torch.no_grad():
+            parameter.copy_(tensor)
+
+
+def check_weights(model: LanguageModel, source: TensorSource) -> dict[str, str]:
+    """Our parameter → the tensor of a checkpoint that fills it. The model may be on the meta device.
+
+    Raises:
+        WeightError: as `fill`, of names and shapes.
+    """
     shapes = source.shapes()
     read_from = _origins(model, shapes, source.where)
     embedding, head = model.embedding_name, model.text_prefix + _HEAD
@@ -57,16 +74,9 @@ def fill(model: LanguageModel, source: TensorSource) -> None:
             del read_from[head]
         else:
             model.untie_lm_head()
-    parameters = dict(model.named_parameters())
-    _check(source.where, {name: shapes[origin] for name, origin in read_from.items()}, parameters)
-    for name, parameter in parameters.items():
-        tensor = source.read(read_from[name])
-        if not tensor.dtype.is_floating_point:
-            raise WeightError(
-                f"{source.where}: {name} is stored as {tensor.dtype}; it must be floating point"
-            )
-        with torch.no_grad():
-            parameter.copy_(tensor)
+    found = {name: shapes[origin] for name, origin in read_from.items()}
+    _check(source.where, found, dict(model.named_parameters()))
+    return read_from
 
 
 def _origins(model: LanguageModel, names: Iterable[str], where: str) -> dict[str, str]:

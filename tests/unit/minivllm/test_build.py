@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +45,28 @@ def test_a_length_beyond_the_model_is_refused(tiny_llama: str) -> None:
 def test_a_budget_too_small_for_one_block_is_refused(tiny_llama: str) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
         resolved(tiny_llama, kv_cache_memory_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("num_kv_blocks", 24576), ("swap_space_bytes", 1), ("max_model_len", 128)]
+)
+def test_more_memory_than_there_is_is_refused_before_it_is_asked_for(
+    tiny_llama: str, name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minivllm.build.total_memory", lambda _: 10_000_000)
+    model = replace(load_model_config(Path(tiny_llama)), max_position_embeddings=10**15)
+    options: dict[str, Any] = {"num_kv_blocks": 2, "max_model_len": 100}
+    most = 10_000_000 // size
+    with pytest.raises(ConfigError, match=f"{name} .* cpu has 10000000; lower {name} to at most {most}"):
+        resolve(EngineConfig(model=tiny_llama, device="cpu", **{**options, name: 10**12}), model)
+    monkeypatch.setattr("minivllm.build.total_memory", lambda _: None)
+    assert resolve(EngineConfig(model=tiny_llama, device="cpu", **{**options, name: 10**12}), model)
+
+
+def test_a_checkpoint_of_a_dtype_without_arithmetic_is_refused(tiny_llama: str) -> None:
+    model = replace(load_model_config(Path(tiny_llama)), dtype="int8")
+    with pytest.raises(ConfigError, match="the checkpoint's dtype 'int8' cannot be computed with"):
+        resolve(EngineConfig(model=tiny_llama), model)
 
 
 def test_unknown_backends_list_the_known_ones(tiny_llama: str) -> None:

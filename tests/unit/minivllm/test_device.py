@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minivllm.device import DEVICE_ORDER, pin_numerics, resolve_device
+from minivllm.device import DEVICE_ORDER, pin_numerics, resolve_device, total_memory
 from minivllm.errors import ConfigError
 
 
@@ -25,6 +25,17 @@ def test_auto_takes_the_first_present_device_of_the_published_order(
     absent(monkeypatch, cuda=cuda, mps=mps)
     assert DEVICE_ORDER == ("cuda", "mps", "cpu")
     assert resolve_device("auto") == torch.device(expected)
+
+
+def test_the_memory_of_the_cpu_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = total_memory(torch.device("cpu"))
+    assert memory is None or memory > 2**28
+
+    def hidden(_name: str) -> int:
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr("os.sysconf", hidden, raising=False)
+    assert total_memory(torch.device("cpu")) is None
 
 
 def test_a_present_device_is_taken_by_name_and_index(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,7 +288,7 @@ def test_odd_and_tiny_heads_are_refused(head_dim: int) -> None:
         RopeTable(RopeConfig(), head_dim=head_dim, max_position_embeddings=8, max_model_len=8)
 
 
-@pytest.mark.parametrize("theta", [0.0, 1.0, -5.0, float("nan")])
+@pytest.mark.parametrize("theta", [0.0, 1.0, -5.0, float("nan"), float("inf")])
 def test_a_base_that_is_no_base_is_refused(theta: float) -> None:
     with pytest.raises(ConfigError, match="theta"):
         frequencies(RopeConfig(theta=theta))

@@ -207,6 +207,9 @@ def test_partial_rotary_embedding_is_refused(read: Callable[..., Any]) -> None:
         ({"hidden_size": 66}, "not a valid configuration"),
         ({"hidden_size": "wide"}, "not a valid configuration"),
         ({"rope_parameters": {"rope_type": "linear"}}, "not a valid configuration"),
+        ({"num_attention_heads": 0}, "not a valid configuration: ZeroDivisionError"),
+        ({"rms_norm_eps": float("nan")}, "epsilon must be a finite number of at least 0, got nan"),
+        ({"rms_norm_eps": -1.0}, r"epsilon must be a finite number of at least 0, got -1\.0"),
     ],
 )
 def test_impossible_values_are_refused_by_name(
@@ -232,7 +235,7 @@ def test_a_directory_of_gguf_files_is_told_apart(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "\xff", "[" * 100_000, "1" * 5000], ids=lambda text: text[:2])
 def test_a_config_that_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match="cannot be read as JSON"):
@@ -248,6 +251,12 @@ def test_json_that_is_no_object_is_refused(tmp_path: Path) -> None:
 def test_as_ids_unites_ids_lists_and_none() -> None:
     assert as_ids([3, None, [5, 3], [], 1]) == (1, 3, 5)
     assert as_ids([]) == ()
+
+
+@pytest.mark.parametrize("wrong", ["x", [None], [True], {"a": 1}, 2.0])
+def test_an_eos_that_is_no_token_id_is_refused(read: Callable[..., Any], wrong: object) -> None:
+    with pytest.raises(ConfigError, match="eos_token_id must be a token id or a list of them"):
+        read(generation={"eos_token_id": wrong})
 
 
 def test_the_registry_knows_the_three_families() -> None:

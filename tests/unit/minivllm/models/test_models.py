@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,25 @@ def test_the_config_can_be_read_without_weights(make_checkpoint: Callable[..., A
     (path / "model.safetensors").unlink()
     assert load_model_config(path).vocab_size == 101
     with pytest.raises(WeightError, match="holds neither"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("vocab_size", 10**13, WeightError, r"embed_tokens.weight has shape .*needs \[10000000000000, "),
+        ("intermediate_size", 10**13, WeightError, "gate_proj.weight has shape"),
+        ("num_hidden_layers", 10**9, WeightError, "1000000000 layers, but the checkpoint holds"),
+        ("hidden_size", 2**62, ConfigError, "describes impossible tensors"),
+    ],
+)
+def test_no_memory_is_taken_for_a_model_that_the_checkpoint_does_not_hold(
+    make_checkpoint: Callable[..., Any], name: str, value: int, error: type[Exception], message: str
+) -> None:
+    path = make_checkpoint("Llama").path
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**values, name: value}))
+    with pytest.raises(error, match=message):
         load(path)
 
 
