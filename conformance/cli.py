@@ -19,7 +19,14 @@ from conformance import EDITION
 from conformance.adapters.base import Capabilities
 from conformance.archive import ArchiveError, read_histories
 from conformance.catalogue import lint_suite, print_explanation, print_list
-from conformance.engines import EngineNotFound, engine_names, find_engine
+from conformance.engines import (
+    EngineNotFound,
+    EngineOptionError,
+    engine_names,
+    find_engine,
+    parse_options,
+    with_options,
+)
 from conformance.environment import describe_environment
 from conformance.models import ModelUnavailable, export_models, list_models, resolve_model
 from conformance.paths import DataMissing, data_root
@@ -52,6 +59,7 @@ _USAGE_ERRORS = (
     ArchiveError,
     DataMissing,
     EngineNotFound,
+    EngineOptionError,
     ModelUnavailable,
     RecordError,
     ScenarioError,
@@ -82,7 +90,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     scenarios, store = _scenarios(args), RecordStore(args.data)
     waivers = load_waivers(args.waivers) if args.waivers else []
     cases = select(scenarios, _selection(args))
-    factory = find_engine(args.engine)
+    factory = _factory(args)
     outcomes: list[Outcome] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -184,8 +192,7 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run scenarios on an engine and judge it")
     run.set_defaults(command=_run)
     _add_selection(run)
-    engines = ", ".join(engine_names())
-    run.add_argument("--engine", default="minivllm", help=f"{engines}, or package.module:Class")
+    _add_engine(run)
     run.add_argument("--history", type=Path, metavar="DIR", help="save what happened, for recheck")
     _add_reporting(run)
 
@@ -238,12 +245,31 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    engines = ", ".join(engine_names())
+    parser.add_argument("--engine", default="minivllm", help=f"{engines}, or package.module:Class")
+    parser.add_argument("--variant", help="of the engine: --engine hf --variant sdpa is --engine hf-sdpa")
+    parser.add_argument(
+        "--engine-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the adapter (base_url of openai); VALUE is YAML; may be repeated",
+    )
+
+
 def _add_reporting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="minivllm's own bar: 2 × the eager cached arm")
     parser.add_argument("--strict-should", action="store_true", help="a failed `should` fails the run")
     parser.add_argument("--waivers", type=Path, metavar="FILE", help="known failures of this engine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+
+
+def _factory(args: argparse.Namespace) -> EngineFactory:
+    """The engine's adapter, with the options of the command line under those of the scenarios."""
+    name = f"{args.engine}-{args.variant}" if args.variant else args.engine
+    return with_options(find_engine(name), parse_options(args.engine_option))
 
 
 def _selection(args: argparse.Namespace) -> Selection:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import cast
+from typing import Any, cast
 
+import yaml
+
+from conformance.adapters.base import EngineAdapter, ModelSource
 from conformance.runner import EngineFactory
 
-__all__ = ["ENGINES", "ENTRY_POINT_GROUP", "EngineNotFound", "engine_names", "find_engine"]
+__all__ = [
+    "ENGINES",
+    "ENTRY_POINT_GROUP",
+    "EngineNotFound",
+    "EngineOptionError",
+    "engine_names",
+    "find_engine",
+    "parse_options",
+    "with_options",
+]
 
 #: Where other packages may name their adapters.
 ENTRY_POINT_GROUP = "conformance.engines"
@@ -19,11 +31,16 @@ ENGINES: Mapping[str, str] = {
     "minivllm": "conformance.adapters.minivllm:MiniVLLMAdapter",
     "hf": "conformance.adapters.hf:HFAdapter",
     "hf-sdpa": "conformance.adapters.hf:HFSdpaAdapter",
+    "hf-continuous-batching": "conformance.adapters.hf_continuous:HFContinuousAdapter",
 }
 
 
 class EngineNotFound(LookupError):
     """No adapter has this name, or it cannot be imported."""
+
+
+class EngineOptionError(ValueError):
+    """An option for the adapter is not of the form NAME=VALUE."""
 
 
 def engine_names() -> list[str]:
@@ -53,3 +70,32 @@ def find_engine(name: str) -> EngineFactory:
         return cast("EngineFactory", getattr(import_module(module), attribute))
     except (ImportError, AttributeError) as error:
         raise EngineNotFound(f"engine {name!r} cannot be imported from {target}: {error}") from error
+
+
+def parse_options(items: Sequence[str]) -> dict[str, Any]:
+    """{"name": value} of "name=value" items; a value is read as YAML, so 8 is a number.
+
+    Raises:
+        EngineOptionError: an item has no "=", no name, or a value that is no YAML.
+    """
+    options: dict[str, Any] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            raise EngineOptionError(f"--engine-option takes NAME=VALUE, got {item!r}")
+        try:
+            options[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise EngineOptionError(f"--engine-option {name}: {value!r} is no YAML: {error}") from error
+    return options
+
+
+def with_options(factory: EngineFactory, options: Mapping[str, Any]) -> EngineFactory:
+    """The same adapter, given these options too; where a scenario says otherwise, the scenario wins."""
+    if not options:
+        return factory
+
+    def make(model: ModelSource, given: Mapping[str, Any]) -> EngineAdapter:
+        return factory(model, {**options, **given})
+
+    return make

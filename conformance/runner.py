@@ -340,8 +340,11 @@ class _ScenarioRun:
         """What the scenario asks; and logprobs, where they are the only numbers the engine shows."""
         sampling = dict(spec.sampling)
         features = self.capabilities.features
-        if "stages" not in features and "logprobs" in features and spec in self.scenario.judged_by_golden():
-            sampling.setdefault("logprobs", OWN_TOP)
+        if "stages" not in features and spec in self.scenario.judged_by_golden():
+            if "logprobs" in features:
+                sampling.setdefault("logprobs", OWN_TOP)
+            elif "chosen_logprobs" in features:
+                sampling.setdefault("logprobs", 0)
         return sampling
 
     def _capture(self, spec: RequestSpec) -> frozenset[str]:

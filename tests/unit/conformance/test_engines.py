@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import cast
 
 import pytest
 
-from conformance.engines import ENGINES, EngineNotFound, engine_names, find_engine
+from conformance.adapters.base import EngineAdapter, ModelSource
+from conformance.engines import (
+    ENGINES,
+    EngineNotFound,
+    EngineOptionError,
+    engine_names,
+    find_engine,
+    parse_options,
+    with_options,
+)
 
 
 def outside(monkeypatch: pytest.MonkeyPatch, **names: str) -> None:
@@ -52,3 +64,23 @@ def test_an_unknown_name_lists_what_there_is() -> None:
 def test_what_cannot_be_imported_is_told_with_the_reason(name: str) -> None:
     with pytest.raises(EngineNotFound, match="cannot be imported"):
         find_engine(name)
+
+
+def test_options_of_the_command_line_are_yaml_and_yield_to_the_scenarios() -> None:
+    options = parse_options(["base_url=http://127.0.0.1:1/v1", "num_kv_blocks=8", "flag=true"])
+    assert options == {"base_url": "http://127.0.0.1:1/v1", "num_kv_blocks": 8, "flag": True}
+    seen: list[Mapping[str, object]] = []
+
+    def factory(_model: ModelSource, given: Mapping[str, object]) -> EngineAdapter:
+        seen.append(given)
+        return cast("EngineAdapter", None)
+
+    with_options(factory, options)(ModelSource("m", Path(), "w"), {"num_kv_blocks": 64})
+    assert seen == [{**options, "num_kv_blocks": 64}]
+    assert with_options(factory, {}) is factory
+
+
+@pytest.mark.parametrize("item", ["base_url", "=x", "a=[1"])
+def test_an_option_of_another_form_is_told(item: str) -> None:
+    with pytest.raises(EngineOptionError, match="--engine-option"):
+        parse_options([item])
