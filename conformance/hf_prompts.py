@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class PromptMaker:
     """
 
     def __init__(self, path: Path, config: Any) -> None:
-        self.tokenizer = load_tokenizer(path)
+        self.tokenizer: Any = load_tokenizer(path)  # None for a checkpoint without one
         self._path, self._config = path, config
         self._processor: Any = None
 
@@ -99,32 +99,61 @@ class PromptMaker:
         Raises:
             NoTruth: the checkpoint cannot see, or its processor refuses what it is given.
         """
+        spelled = has_processor(self._path) and self._spells_placeholder(prompt)
         if not media:
-            return Prompt(prompt_token_ids(self.tokenizer, prompt))
+            return Prompt(self._sanitised(prompt) if spelled else prompt_token_ids(self.tokenizer, prompt))
         if not has_processor(self._path):
             raise NoTruth(f"{self._path.name} has no processor for pictures")
         if "token_ids" in prompt:
             raise NoTruth("the truth about pictures needs a text or a chat, not token ids")
+        make = self._sanitised_call if spelled else self._call
+        return self._processed(make(prompt, media, settings or {}), media)
+
+    def _spells_placeholder(self, prompt: Mapping[str, Any]) -> bool:
+        """Whether a message spells a placeholder in its text, where it is a text and no placeholder."""
+        spellings = [self.tokenizer.convert_ids_to_tokens(token) for token in self._placeholders()]
+        contents = [message["content"] for message in prompt.get("messages", ())]
+        texts = [
+            text
+            for content in contents
+            for text in (
+                [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+            )
+        ]
+        return any(spelling in text for spelling in spellings for text in texts)
+
+    def _sanitised(self, prompt: Mapping[str, Any]) -> tuple[int, ...]:
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            [_typed_message(message) for message in prompt["messages"]],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=False,
+            sanitize_control_tokens=True,
+        )
+        return tuple(ids)
+
+    def _sanitised_call(
+        self, prompt: Mapping[str, Any], media: Sequence[OpenedMedia], settings: Mapping[str, Any]
+    ) -> Callable[[], Any]:
+        """The processor's own chat, which alone keeps spelled placeholders apart."""
+        if settings or any(item.modality != "image" for item in media):
+            raise NoTruth("a spelled placeholder beside a video or settings is not written here")
+        pictures = iter([item.pictures[0] for item in media])
+        messages = [_typed_message(message, pictures) for message in prompt["messages"]]
+        return lambda: self._load().apply_chat_template(
+            messages,
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            sanitize_control_tokens=True,
+        )
+
+    def _call(
+        self, prompt: Mapping[str, Any], media: Sequence[OpenedMedia], settings: Mapping[str, Any]
+    ) -> Callable[[], Any]:
         special = "text" in prompt
         text = prompt["text"] if special else self._rendered(prompt["messages"])
-        return self._processed(text, media, settings or {}, special)
-
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        if self.tokenizer is None or self.tokenizer.chat_template is None:
-            raise NoTruth("this tokenizer has no chat template: give the prompt as text")
-        typed = [
-            message
-            if isinstance(message["content"], str)
-            else {**message, "content": [_typed(part) for part in message["content"]]}
-            for message in messages
-        ]
-        text: str = self.tokenizer.apply_chat_template(typed, tokenize=False, add_generation_prompt=True)
-        return text
-
-    def _processed(
-        self, text: str, media: Sequence[OpenedMedia], settings: Mapping[str, Any], special: bool
-    ) -> Prompt:
-        processor = self._load()
         images = [m.pictures[0] for m in media if m.modality == "image"]
         videos = [m for m in media if m.modality == "video"]
         options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": special}
@@ -134,12 +163,23 @@ class PromptMaker:
         if videos:
             self._frames().rates = [video.fps for video in videos]
             options["videos"] = [list(video.pictures) for video in videos]
+        return lambda: self._load()(text=[text], **options)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            raise NoTruth("this tokenizer has no chat template: give the prompt as text")
+        typed = [_typed_message(message) for message in messages]
+        text: str = self.tokenizer.apply_chat_template(typed, tokenize=False, add_generation_prompt=True)
+        return text
+
+    def _processed(self, call: Callable[[], Any], media: Sequence[OpenedMedia]) -> Prompt:
+        processor = self._load()
         expansions: list[str] = []
         try:
             with warnings.catch_warnings(), _noting(processor, expansions):
                 # Transformers means to rename the processor settings that published models are used with.
                 warnings.simplefilter("ignore", FutureWarning)
-                made = processor(text=[text], **options)
+                made = call()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             name = type(processor).__name__
             raise NoTruth(f"{name} refuses the prompt: {type(error).__name__}: {error}") from error
@@ -240,6 +280,16 @@ def _crops(expansion: str) -> dict[str, list[int]]:
     """Rows and columns of crops, where an expansion numbers them."""
     found = [(int(row), int(column)) for row, column in re.findall(r"<row_(\d+)_col_(\d+)>", expansion)]
     return {"crops": list(max(found))} if found else {}
+
+
+def _typed_message(message: Mapping[str, Any], pictures: Iterator[Any] | None = None) -> dict[str, Any]:
+    """A message as templates take it; with `pictures`, each in its part."""
+    if isinstance(message["content"], str):
+        return dict(message)
+    parts = [dict(_typed(part)) for part in message["content"]]
+    if pictures is not None:
+        parts = [part if part["type"] == "text" else {**part, "image": next(pictures)} for part in parts]
+    return {**message, "content": parts}
 
 
 def _typed(part: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -116,6 +116,7 @@ COUNTERS: Mapping[str, Callable[[Pass], int]] = {
             "published",
             "evicted",
             "encoded",
+            "media_evicted",
             "copied",
             "forked",
             "swapped_out",
@@ -163,7 +164,7 @@ def lint_happened(args: Any) -> list[str]:
             problems += [p for r, w in wanted.items() for p in lint_comparison(f"{name}.{r}", w)]
         else:
             problems += lint_comparison(name, wanted)
-        if isinstance(wanted, Mapping) and name in ("poisoned", "evicted", "copied"):
+        if isinstance(wanted, Mapping) and name in ("poisoned", "evicted", "copied", "media_evicted"):
             problems.append(f'{name} is of no single request; write {name}: ">=1"')
     return problems
 

@@ -151,9 +151,9 @@ def _noise(width: int, height: int) -> Pixels:
     return ((values * 2654435761 >> 13) % 251).astype(np.uint8).reshape(height, width, 3)
 
 
-def _frame(number: int) -> Pixels:
+def _frame(number: int, width: int, height: int) -> Pixels:
     """A disc that moves to the right and down, and a box that grows."""
-    pixels = canvas(84, 56, WHITE)
+    pixels = canvas(width, height, WHITE)
     disc(pixels, 14 + 9 * number, 16 + 4 * number, 10, RED)
     box(pixels, 60, 4, 4 + 3 * number, 10, BLUE)
     return mark(pixels, BLACK)
@@ -190,6 +190,10 @@ def _cmyk() -> Image.Image:
     return Image.fromarray(np.dstack([ink - black, black]).astype(np.uint8), mode="CMYK")
 
 
+def _film(number: int, width: int, height: int) -> Callable[[], Image.Image]:
+    return lambda: Image.fromarray(_frame(number, width, height))
+
+
 def _rgb(make: Callable[[], Pixels]) -> Callable[[], Image.Image]:
     return lambda: Image.fromarray(make())
 
@@ -221,7 +225,9 @@ PICTURES: Mapping[str, Callable[[], Image.Image]] = {
     "modes/i16.png": lambda: Image.fromarray(_grey(_red_circle()).astype(np.uint16) * 257),
     "modes/cmyk.tif": _cmyk,
     **{f"exif/orientation_{n}.jpg": _rgb(_red_circle) for n in (1, 2, 3, 6, 8)},
-    **{f"video/frame_{n}.png": (lambda n=n: Image.fromarray(_frame(n))) for n in range(6)},  # type: ignore[misc]  # mypy cannot type a lambda default
+    # Multiples of 28 and of 32: the merged patches of the families that take videos.
+    **{f"video/frame_{n}.png": _film(n, 84, 56) for n in range(6)},
+    **{f"video/clip_{n}.png": _film(n, 96, 64) for n in range(6)},
 }
 
 

@@ -167,5 +167,18 @@ def test_spans_split_a_run_that_two_pictures_share() -> None:
     assert spans == [SpanRecord(1, 2, 0, 0), SpanRecord(3, 3, 1, 0)]
 
 
+def test_a_placeholder_that_a_user_spells_is_text(make: PromptMaker) -> None:
+    spelled = {"text": "What does <|image_pad|> mean?"}
+    alone = make(chat(spelled))
+    assert IMAGE not in alone.token_ids
+    assert make.tokenizer.decode(alone.token_ids).count("<|image_pad|>") == 1
+    beside = make(chat(RED, spelled), [picture("shapes/square_four.png")])
+    assert beside.token_ids.count(IMAGE) == 4
+    assert beside.media is not None
+    assert [s.length for s in beside.media.spans] == [4]
+    with pytest.raises(NoTruth, match="a spelled placeholder beside a video or settings"):
+        make(chat(RED, spelled), [picture("shapes/square_four.png")], {"max_pixels": 3136})
+
+
 def test_a_plain_prompt_needs_nothing_but_ids() -> None:
     assert Prompt((1, 2)).inputs_for(2, torch.float32) == {}
