@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 import types
 import typing
@@ -25,11 +27,26 @@ __all__ = ["main", "parser"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (0 done, 1 a request failed, 2 refused)."""
+    """Run the command line; returns the exit status.
+
+    0 done, 1 a request failed, 2 refused or the output cannot be written, 130 interrupted, 141
+    whoever read the output has gone.
+    """
     arguments = parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character
     try:
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
     except MiniVLLMError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # or Python would try to write the rest on leaving
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 141
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

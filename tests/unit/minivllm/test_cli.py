@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,51 @@ def test_mappings_are_given_as_json(checkpoints: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main([*arguments, "--mm-processor-kwargs", "[1]"])
     assert "invalid json_object value" in capsys.readouterr().err
+
+
+INFO = [sys.executable, "-m", "minivllm", "info", "--num-kv-blocks", "9", "--model"]
+
+
+def test_a_reader_that_goes_away_ends_the_command_without_a_word(tiny_llama: str) -> None:
+    with subprocess.Popen([*INFO, tiny_llama], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        command.stdout.close()
+        assert command.wait() == 141
+        assert command.stderr is not None
+        assert command.stderr.read() == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_told_in_one_line(tiny_llama: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = subprocess.run([*INFO, tiny_llama], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert command.returncode == 2
+    assert command.stderr.startswith("OSError: [Errno 28]")
+    assert command.stderr.count("\n") == 1
+
+
+def test_what_the_terminal_cannot_show_is_escaped(
+    tiny_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(tmp_path / "out", "w", encoding="ascii") as narrow:
+        monkeypatch.setattr(sys, "stdout", narrow)
+        arguments = [
+            "generate",
+            "--model",
+            tiny_llama,
+            "--num-kv-blocks",
+            "64",
+            "--max-tokens",
+            "40",
+            "Hello",
+        ]
+        assert main(arguments) == 0
+    assert "\\u" in (tmp_path / "out").read_text()
+
+
+def test_an_interrupted_command_exits_with_130(tiny_llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("minivllm.cli.resolve", interrupted)
+    assert main(["info", "--model", tiny_llama]) == 130
