@@ -162,8 +162,10 @@ def test_rows_stand_at_their_spans_and_positions_follow_the_pictures(
         engine.media("r")
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 13])
-@pytest.mark.parametrize("model", ["tiny-qwen3-vl", "tiny-qwen2-vl"])
+@pytest.mark.parametrize(
+    ("model", "chunk"),
+    [*(("tiny-qwen3-vl", chunk) for chunk in (1, 3, 7, 13)), ("tiny-qwen2-vl", 2), ("tiny-qwen2-vl", 5)],
+)
 def test_cut_anywhere_a_prompt_gives_the_same_bits(make: Make, chunk: int, model: str) -> None:
     [expected] = run(make(model=model), QUESTION, capture=ALL)
     [outcome] = run(make(model=model, max_num_batched_tokens=chunk), QUESTION, capture=ALL)
@@ -235,10 +237,10 @@ def test_other_settings_of_the_processor_are_another_picture(make: Make) -> None
 def test_preempted_after_any_step_a_request_gives_the_same_bits(
     make: Make, mode: str, whole: tuple[RequestOutput, dict[str, np.ndarray]]
 ) -> None:
-    steps = len(whole[0].prompt_token_ids) // 7 + 6
+    steps = len(whole[0].prompt_token_ids) // 11 + 6
     preempted = 0
     for step in range(1, steps + 1):
-        engine = make(max_num_batched_tokens=7, swap_space_bytes=2**22, enable_prefix_caching=step % 2 == 0)
+        engine = make(max_num_batched_tokens=11, swap_space_bytes=2**22, enable_prefix_caching=step % 2 == 0)
 
         def at_step(engine: LLMEngine, number: int, step: int = step) -> None:
             nonlocal preempted
