@@ -12,7 +12,16 @@ from minivllm.errors import CapacityError, PromptTooLong, RequestError
 from minivllm.groups import forks_when_it_samples
 from minivllm.request import Request, RequestStatus
 
-__all__ = ["Room", "blocks_needed", "check_capacity", "check_prompt", "most_tokens", "seats"]
+__all__ = [
+    "Room",
+    "blocks_needed",
+    "check_capacity",
+    "check_prompt",
+    "check_spans",
+    "most_tokens",
+    "seats",
+    "uncut",
+]
 
 
 def most_tokens(request: Request, max_model_len: int) -> int:
@@ -50,6 +59,34 @@ def check_prompt(request: Request, max_model_len: int, max_chunk: int | None) ->
             f"the prompt of request {name!r} has {prompt} tokens, more than max_num_batched_tokens"
             f" {max_chunk}, and enable_chunked_prefill is off; turn it on or raise max_num_batched_tokens"
         )
+
+
+def check_spans(request: Request, max_num_batched_tokens: int) -> None:
+    """Refuse media that no step could take whole.
+
+    Raises:
+        CapacityError: a span that must be computed in one step is longer than a step.
+    """
+    for span in request.media:
+        if span.whole and span.length > max_num_batched_tokens:
+            raise CapacityError(
+                f"request {request.request_id!r}: the {span.length} tokens of an {span.modality} see one "
+                f"another, so they are computed in one step, and max_num_batched_tokens is "
+                f"{max_num_batched_tokens}; raise it to at least {span.length}"
+            )
+
+
+def uncut(request: Request, start: int, num_tokens: int) -> int:
+    """At most `num_tokens` tokens from `start` on, so that none of the spans that are whole is cut.
+
+    0 if the first one does not fit. A start within a span, after a cache hit, is none of its cuts:
+    the cached part was computed with all of it.
+    """
+    end = start + num_tokens
+    for span in request.media:
+        if span.whole and span.start < end < span.end:
+            return max(0, span.start - start)
+    return num_tokens
 
 
 def seats(request: Request, max_num_seqs: int) -> int:

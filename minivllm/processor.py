@@ -131,6 +131,7 @@ class Processor:
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             only_from_template=sorted(placeholders),
+            around=self._margins()[1],
         )
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
         return {**prompt, "multi_modal_data": media} if media else prompt
@@ -160,7 +161,8 @@ class Processor:
                 raise BadParameter(f"the prompt must be text, got {type(prompt['prompt']).__name__}")
             if self._tokenizer is None:
                 raise UnsupportedError("this model has no tokenizer: give prompt_token_ids")
-            encoded = _Encoded(prompt["prompt"], self._tokenizer.encode(prompt["prompt"]))
+            text = self._tokenizer.surround(prompt["prompt"], *self._margins())
+            encoded = _Encoded(prompt["prompt"], self._tokenizer.encode(text))
         data, settings = prompt.get("multi_modal_data"), prompt.get("mm_processor_kwargs")
         if self._multimodal is not None or data or settings:
             self._place_media(encoded, data or {}, settings or {})
@@ -209,6 +211,11 @@ class Processor:
             encoded.positions, encoded.delta = positions
             if encoded.positions.shape != (3, len(encoded.token_ids)):
                 raise InvariantError(f"positions of shape {encoded.positions.shape}")
+
+    def _margins(self) -> tuple[list[int], tuple[str, str]]:
+        """Placeholders, and what belongs around each of them in a text."""
+        around: tuple[str, str] = getattr(self._multimodal, "around_placeholders", ("", ""))
+        return (sorted(set(self._multimodal.placeholder_ids.values())) if self._multimodal else []), around
 
     def _family(self) -> MultiModalProcessor:
         if self._multimodal is None:

@@ -75,6 +75,8 @@ class MediaSpan:
         content_hash: hash over kind, mode, size, pixels and processor settings.
         first_row: row of the item's embeddings that the first token takes; the next token takes
             the next row.
+        whole: whether its tokens see one another, those behind them too. Such a span is computed in
+            one step.
     """
 
     start: int
@@ -82,6 +84,7 @@ class MediaSpan:
     modality: str
     content_hash: str
     first_row: int = 0
+    whole: bool = False
 
     @property
     def end(self) -> int:

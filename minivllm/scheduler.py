@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from minivllm.admission import Room, check_capacity, check_prompt, most_tokens, seats
+from minivllm.admission import (
+    Room,
+    check_capacity,
+    check_prompt,
+    check_spans,
+    most_tokens,
+    seats,
+    uncut,
+)
 from minivllm.cache import BlockManager, EncoderCache, KVSnapshot, PendingCopies, PrefixMatch
 from minivllm.config import PreemptionMode
 from minivllm.errors import ConfigError, InvariantError, UnknownRequest
@@ -174,8 +182,8 @@ class Scheduler:
             DuplicateRequest: a live request has this id, or one of those its sequences would have.
             PromptTooLong: no room for one generated token, or (chunked prefill off) the prompt
                 exceeds max_num_batched_tokens.
-            CapacityError: it could outgrow the whole pool, or an image the encoder cache, so it
-                might never finish.
+            CapacityError: it could outgrow the whole pool, or an image the encoder cache or the
+                step, so it might never finish.
             RequestError: the prompt is empty, the object has been served already, or its media
                 spans do not fit its prompt.
         """
@@ -184,6 +192,7 @@ class Scheduler:
         check_prompt(request, self.max_model_len, max_chunk)
         check_capacity(request, self.max_model_len, self.block_manager)
         self.encoder_cache.check(request)
+        check_spans(request, self.max_num_batched_tokens)
         if not self.enable_chunked_prefill:
             self.encoder_cache.check_whole(request)
         order = (request.priority, request.arrival) if self.policy == "priority" else ()
@@ -347,8 +356,9 @@ class Scheduler:
         while position < len(self._running) and budget > 0:
             request = self._running[position]
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_tokens = uncut(request, request.num_computed_tokens, num_tokens)
             num_tokens = self.encoder_cache.most_tokens(request, request.num_computed_tokens, num_tokens)
-            if num_tokens == 0:  # its picture waits for room; those before it use all there is
+            if num_tokens == 0:  # its picture waits for room, here or in the encoder cache
                 position += 1
             elif self.block_manager.append(request, request.num_computed_tokens + num_tokens):
                 scheduled.append(self._schedule(request, num_tokens))
@@ -374,7 +384,8 @@ class Scheduler:
             prefix = self.block_manager.find_prefix(request)
             start = request.num_computed_tokens or prefix.num_tokens
             remaining = request.num_tokens - start
-            num_tokens = self.encoder_cache.most_tokens(request, start, min(remaining, budget))
+            num_tokens = uncut(request, start, min(remaining, budget))
+            num_tokens = self.encoder_cache.most_tokens(request, start, num_tokens)
             in_one_step = not self.enable_chunked_prefill and remaining <= self.max_num_batched_tokens
             if num_tokens == 0 or (in_one_step and num_tokens < remaining):
                 return

@@ -86,6 +86,15 @@ class Tokenizer:
         """Text of one token alone, special tokens included."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def surround(self, text: str, token_ids: Sequence[int], around: tuple[str, str]) -> str:
+        """The text with `around` before and after every spelling of these tokens."""
+        before, after = around
+        if before or after:
+            for token_id in token_ids:
+                spelling = self.token_text(token_id)
+                text = text.replace(spelling, before + spelling + after)
+        return text
+
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -134,6 +143,7 @@ class Tokenizer:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         only_from_template: Sequence[int] = (),
+        around: tuple[str, str] = ("", ""),
         **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation; arguments and errors as `render_chat`.
@@ -143,6 +153,7 @@ class Tokenizer:
         Args:
             only_from_template: tokens that count only where the template writes them; a message
                 that spells one is text.
+            around: texts to put before and after each of them.
         """
         spellings = {self.token_text(token_id): token_id for token_id in only_from_template}
         marks = _Marks(spellings, messages)
@@ -152,7 +163,8 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
-        ids = self.encode(marks.remove(text), add_special_tokens=False)
+        widened = marks.remove(self.surround(text, only_from_template, around))
+        ids = self.encode(widened, add_special_tokens=False)
         written = marks.written(text)
         if all(written):
             return ids

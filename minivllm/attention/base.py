@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minivllm.attention.kv_cache import KVCache, slot_numbers
@@ -35,6 +36,8 @@ class AttentionMetadata:
         block_tables: [n]; blocks of positions 0 … seq_lens[i] - 1, in order.
         slot_mapping: [rows] int64; where each row's K and V go.
         block_size: tokens per block.
+        last_seen: [n]; per request the last position that each of its rows sees, or None where that
+            is the row's own. A later one is computed in the same batch.
     """
 
     query_start_loc: tuple[int, ...]
@@ -43,6 +46,7 @@ class AttentionMetadata:
     block_tables: tuple[tuple[int, ...], ...]
     slot_mapping: Tensor
     block_size: int
+    last_seen: tuple[NDArray[np.int64] | None, ...] = ()
 
     @classmethod
     def from_requests(cls, requests: Sequence[ScheduledRequest], cache: KVCache) -> AttentionMetadata:
@@ -72,7 +76,19 @@ class AttentionMetadata:
                 )
             ).to(cache.device),
             block_size=cache.block_size,
+            last_seen=tuple(_last_seen(r) for r in requests),
         )
+
+
+def _last_seen(r: ScheduledRequest) -> NDArray[np.int64] | None:
+    """[rows] the last position that each row sees; None: its own, as rows of text do."""
+    seen = np.arange(r.start, r.end, dtype=np.int64)
+    for span in r.request.media:
+        if span.whole and span.start < r.end and span.end > r.start:
+            if span.end > r.end:
+                raise InvariantError(f"request {r.request_id!r}: {span} is cut at {r.end}")
+            seen[max(span.start - r.start, 0) : span.end - r.start] = span.end - 1
+    return seen if (seen != np.arange(r.start, r.end)).any() else None
 
 
 class PlannedAttention(Protocol):
@@ -86,7 +102,7 @@ class PlannedAttention(Protocol):
         """Causal attention of q [rows, num_heads, head_dim] → [rows, num_heads * head_dim].
 
         The row of position p sees the cached positions p - window + 1 … p, or 0 … p without a
-        window; write first.
+        window; a row of `AttentionMetadata.last_seen` sees on to that position. Write first.
         """
         ...
 
@@ -147,13 +163,12 @@ class PagedBackend:
         """How many keys to gather for a sequence of this length."""
         return length
 
-    def mask(self, hidden: Tensor, *, windowed: bool) -> Tensor | None:
+    def mask(self, hidden: Tensor, *, causal: bool) -> Tensor | None:
         """What `attend_group` wants to know of who may look where; once per batch and window.
 
         Args:
             hidden: [n, rows, keys], true where a row may not look.
-            windowed: whether a window hides early positions; if not, only later positions and
-                padding are hidden.
+            causal: whether just the positions after each row's own are hidden, and padding.
         """
         raise NotImplementedError
 
@@ -211,7 +226,11 @@ class _Group:
         self.slots = torch.from_numpy(slots.reshape(-1)).to(cache.device)
         starts = torch.tensor([metadata.starts[i] for i in members], device=cache.device)
         offsets = torch.arange(bounds[members[0] + 1] - bounds[members[0]], device=cache.device)
-        self._last_seen = (starts[:, None] + offsets)[..., None]
+        self._positions = (starts[:, None] + offsets)[..., None]
+        self._last_seen = self._positions
+        # Rows that see more than themselves and what is before come as a group of one request.
+        if self.size == 1 and metadata.last_seen and (seen := metadata.last_seen[members[0]]) is not None:
+            self._last_seen = torch.from_numpy(seen).to(cache.device)[None, :, None]
         self._keys = torch.arange(keys, device=cache.device)
 
     def mask(self, window: int | None) -> Tensor | None:
@@ -220,9 +239,10 @@ class _Group:
             window = None  # it reaches back to position 0 from every row
         if window not in self._masks:
             hidden = self._keys > self._last_seen
+            causal = window is None and self._last_seen is self._positions
             if window is not None:
-                hidden |= self._keys <= self._last_seen - window
-            self._masks[window] = self._backend.mask(hidden, windowed=window is not None)
+                hidden |= self._keys <= self._positions - window
+            self._masks[window] = self._backend.mask(hidden, causal=causal)
         return self._masks[window]
 
 

@@ -21,8 +21,8 @@ class DenseBackend(PagedBackend):
 
     name: ClassVar[str] = "dense"
 
-    def mask(self, hidden: Tensor, *, windowed: bool) -> Tensor | None:
-        if hidden.shape[1] == 1 and not windowed:
+    def mask(self, hidden: Tensor, *, causal: bool) -> Tensor | None:
+        if hidden.shape[1] == 1 and causal:
             return None
         mask = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.cache.device)
         return mask.masked_fill_(hidden, torch.finfo(self.cache.dtype).min)[:, None]

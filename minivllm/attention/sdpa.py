@@ -18,10 +18,10 @@ class SdpaBackend(PagedBackend):
     name: ClassVar[str] = "sdpa"
     batches_decode: ClassVar[bool] = True
 
-    def mask(self, hidden: Tensor, *, windowed: bool) -> Tensor | None:
+    def mask(self, hidden: Tensor, *, causal: bool) -> Tensor | None:
         size, rows, keys = hidden.shape
         # A whole prompt is the triangle that the kernels know; one decode row sees everything.
-        if size == 1 and rows in (1, keys) and not windowed:
+        if size == 1 and rows in (1, keys) and causal:
             return None
         return ~hidden[:, None]
 

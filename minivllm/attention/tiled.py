@@ -58,7 +58,7 @@ class TiledBackend(PagedBackend):
         tile = KEY_TILE[self.cache.dtype]
         return -(-length // tile) * tile
 
-    def mask(self, hidden: Tensor, *, windowed: bool) -> Tensor | None:  # noqa: ARG002 - all are masks to it
+    def mask(self, hidden: Tensor, *, causal: bool) -> Tensor | None:  # noqa: ARG002 - all are masks to it
         return hidden
 
     def attend_group(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -36,6 +36,9 @@ MODELS: Registry[type[DecoderModel] | type[VisionLanguageModel]] = Registry(
 )
 MODELS.register("Blip2ForConditionalGeneration", "minivllm.models.blip2:Blip2ForConditionalGeneration")
 MODELS.register("Gemma3ForCausalLM", "minivllm.models.gemma3:Gemma3ForCausalLM")
+MODELS.register(
+    "Gemma3ForConditionalGeneration", "minivllm.models.gemma3_vision:Gemma3ForConditionalGeneration"
+)
 MODELS.register("Glm4ForCausalLM", "minivllm.models.glm4:Glm4ForCausalLM")
 MODELS.register("GlmForCausalLM", "minivllm.models.glm:GlmForCausalLM")
 MODELS.register(

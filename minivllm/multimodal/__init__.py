@@ -30,6 +30,7 @@ __all__ = [
 
 # Here and not beside the registry: the families import that module.
 MULTIMODAL.register("Blip2ForConditionalGeneration", "minivllm.multimodal.blip2:Blip2Processor")
+MULTIMODAL.register("Gemma3ForConditionalGeneration", "minivllm.multimodal.gemma3:Gemma3Processor")
 MULTIMODAL.register("Idefics3ForConditionalGeneration", "minivllm.multimodal.smolvlm:SmolVLMProcessor")
 MULTIMODAL.register("InternVLForConditionalGeneration", "minivllm.multimodal.internvl:InternVLProcessor")
 MULTIMODAL.register("LlavaForConditionalGeneration", "minivllm.multimodal.llava:LlavaProcessor")

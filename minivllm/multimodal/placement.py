@@ -129,6 +129,7 @@ def _spans(expansion: Expansion, start: int) -> Iterator[MediaSpan]:
         if takes_row and first is None:
             first = offset
         elif not takes_row and first is not None:
-            yield MediaSpan(start + first, offset - first, item.modality, item.content_hash, row)
+            length = offset - first
+            yield MediaSpan(start + first, length, item.modality, item.content_hash, row, expansion.whole)
             row += offset - first
             first = None

@@ -28,11 +28,13 @@ class Expansion:
         item: the item.
         token_ids: what replaces the item's placeholder token.
         is_embed: which of `token_ids` take a row of the item's embeddings, in order.
+        whole: whether the tokens of a run of rows see one another, see `MediaSpan.whole`.
     """
 
     item: MediaItem
     token_ids: tuple[int, ...]
     is_embed: tuple[bool, ...]
+    whole: bool = False
 
 
 class TextEncoder(Protocol):
@@ -52,7 +54,10 @@ class MultiModalProcessor(Protocol):
         setting_names: settings that `expand` knows, for messages.
 
     A class may have `implicit_placeholders = True`: then a prompt with media and without any
-    placeholder begins with one per item, before everything else (BLIP-2).
+    placeholder begins with one per item, before everything else (BLIP-2). A class may have
+    `around_placeholders = (before, after)`: texts that belong on both sides of every placeholder in a
+    text or a conversation, put there before the text is tokenised, since they may become one token with
+    what stands beside them (Gemma 3). Prompts of token ids are taken as they are.
     """
 
     modalities: tuple[str, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,3 +160,73 @@ def test_the_sequences_of_a_request_share_its_pictures(
 def test_the_encoder_budget_must_be_positive(make_bench: MakeBench) -> None:
     with pytest.raises(ConfigError, match="max_encoder_embeddings must be at least 1, got 0"):
         make_bench(max_encoder_embeddings=0)
+
+
+def whole(request: Request, *spans: tuple[int, int, str]) -> Request:
+    """As `with_media`, and the tokens of each span see one another."""
+    with_media(request, *spans)
+    request.media = tuple(replace(span, whole=True) for span in request.media)
+    return request
+
+
+@pytest.mark.parametrize("budget", [4, 5, 6, 7, 9, 20])
+def test_a_chunk_never_ends_inside_a_picture_that_is_whole(
+    make_bench: MakeBench, make_request: MakeRequest, budget: int
+) -> None:
+    bench = make_bench(max_num_batched_tokens=budget)
+    bench.add(whole(make_request("r", 16), (2, 4, "a"), (6, 4, "b"), (11, 3, "c")))
+    chunks = []
+    while not chunks or chunks[-1][1] < 16:
+        start, size = bench.step()["r"]
+        chunks.append((start, start + size))
+        assert size <= budget
+    assert [start for start, _ in chunks[1:]] == [end for _, end in chunks[:-1]]
+    inside = {*range(3, 6), *range(7, 10), 12, 13}
+    assert not inside & {end for _, end in chunks}
+    assert bench.drain() > 0
+    assert encoded(bench) == ["a", "b", "c"]
+
+
+def test_a_whole_picture_waits_for_a_step_that_has_room_for_it(
+    make_bench: MakeBench, make_request: MakeRequest
+) -> None:
+    bench = make_bench(max_num_batched_tokens=6)
+    bench.add(make_request("text", 4), whole(make_request("r", 8), (1, 5, "a")))
+    assert bench.step() == {"text": (0, 4), "r": (0, 1)}
+    assert bench.step() == {"text": (4, 1), "r": (1, 5)}
+    assert bench.step() == {"text": (5, 1), "r": (6, 2)}
+
+
+def test_nobody_overtakes_a_waiting_request_whose_whole_picture_has_no_room(
+    make_bench: MakeBench, make_request: MakeRequest
+) -> None:
+    bench = make_bench(max_num_batched_tokens=6)
+    bench.add(make_request("text", 4), whole(make_request("r", 7), (0, 5, "a")), make_request("last", 1))
+    assert bench.step() == {"text": (0, 4)}
+    assert bench.step() == {"text": (4, 1), "r": (0, 5)}
+
+
+def test_a_prefix_hit_may_end_inside_a_whole_picture(
+    make_bench: MakeBench, make_request: MakeRequest
+) -> None:
+    bench = make_bench(max_num_batched_tokens=8, block_size=4)
+    prompt = [*range(100, 112)]
+    bench.add(whole(make_request("one", prompt), (2, 7, "a")))
+    assert bench.step() == {"one": (0, 2)}
+    assert bench.step() == {"one": (2, 8)}
+    bench.drain()
+    # Positions 0 … 7 are in shared blocks; the picture ends with position 8.
+    bench.add(whole(make_request("two", [*prompt[:9], 5, 6, 7, 8, 9]), (2, 7, "a"), (10, 3, "b")))
+    bench.add(make_request("three", 6))
+    assert bench.step() == {"two": (8, 6), "three": (0, 2)}
+    assert bench.drain() > 0
+
+
+def test_a_whole_picture_longer_than_a_step_is_refused_with_what_would_do(
+    make_bench: MakeBench, make_request: MakeRequest
+) -> None:
+    bench = make_bench(max_num_batched_tokens=5)
+    with pytest.raises(CapacityError, match=r"the 6 tokens of an image see one another.*at least 6"):
+        bench.add(whole(make_request("r", 10), (2, 6, "a")))
+    bench.add(with_media(make_request("r", 10), (2, 6, "a")))
+    assert bench.drain() > 0

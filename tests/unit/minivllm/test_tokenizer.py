@@ -269,3 +269,26 @@ def test_added_tokens_that_are_not_special_are_split_too() -> None:
 def test_marks_give_way_to_characters_that_the_messages_hold() -> None:
     tokenizer, ids = chat_about("\ue000 <eot> \ue001")
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|user|>\ue000 <eot> \ue001<eot>"
+
+
+def test_what_belongs_around_a_placeholder_is_put_there_before_tokenising() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    eot = tokenizer.token_id("<eot>")
+    assert eot is not None
+    assert tokenizer.surround("a<eot>b<eot>", [eot], ("[", "]")) == "a[<eot>]b[<eot>]"
+    assert tokenizer.surround("a<eot>b", [eot], ("", "")) == "a<eot>b"
+    assert tokenizer.surround("a<eot>b", [], ("[", "]")) == "a<eot>b"
+
+
+def test_only_the_template_s_placeholders_are_surrounded() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    eot = tokenizer.token_id("<eot>")
+    assert eot is not None
+    ids = tokenizer.encode_chat(
+        [{"role": "user", "content": "a <eot> b"}],
+        add_generation_prompt=False,
+        only_from_template=[eot],
+        around=("[", "]"),
+    )
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|user|>a <eot> b[<eot>]"
+    assert ids.count(eot) == 1

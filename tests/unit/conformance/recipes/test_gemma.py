@@ -66,3 +66,24 @@ def test_the_assistant_is_called_model_and_a_system_turn_opens_the_first_user_tu
         "<start_of_turn>model\n"
     )
     assert tokenizer.encode("x")[0] == 442
+
+
+def test_the_window_of_the_one_with_eyes_is_shorter_than_a_picture(checkpoints: Path) -> None:
+    config = AutoConfig.from_pretrained(checkpoints / "tiny-gemma3-vision")
+    assert config.mm_tokens_per_image == 16 > config.text_config.sliding_window == 12
+    assert config.vision_config.hidden_size != config.text_config.hidden_size  # a transposed matrix shows
+
+
+def test_a_picture_in_a_chat_is_one_token_for_the_processor_to_expand(checkpoints: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / "tiny-gemma3-vision")
+    chat = [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " What is this? "}]},
+        {"role": "assistant", "content": "A boat."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == (
+        "<bos><start_of_turn>user\nBe brief.\n\n<start_of_image>What is this?<end_of_turn>\n"
+        "<start_of_turn>model\nA boat.<end_of_turn>\n<start_of_turn>user\nSure?<end_of_turn>\n"
+        "<start_of_turn>model\n"
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minivllm.attention import ATTENTION_BACKENDS, AttentionMetadata, KVCache
 from minivllm.config import ModelConfig, RopeConfig
-from minivllm.request import Request, SamplingParams, ScheduledRequest, TokenView
+from minivllm.request import MediaSpan, Request, SamplingParams, ScheduledRequest, TokenView
 
 CPU = torch.device("cpu")
 
@@ -42,9 +42,12 @@ def model_config(heads: int = 4, kv_heads: int = 2, dim: int = 32, layers: int =
     )
 
 
-def scheduled(name: str, start: int, end: int, table: tuple[int, ...]) -> ScheduledRequest:
-    """A request that computes positions start … end - 1."""
+def scheduled(
+    name: str, start: int, end: int, table: tuple[int, ...], whole: Sequence[tuple[int, int]] = ()
+) -> ScheduledRequest:
+    """A request that computes positions start … end - 1; those of each span in `whole` see one another."""
     tokens = list(range(end))
+    media = tuple(MediaSpan(first, last - first, "image", "i", 0, True) for first, last in whole)
     return ScheduledRequest(
         request_id=name,
         start=start,
@@ -53,7 +56,7 @@ def scheduled(name: str, start: int, end: int, table: tuple[int, ...]) -> Schedu
         num_prompt_tokens=end,
         block_table=table,
         sample=False,
-        request=Request(name, tokens, end, SamplingParams()),
+        request=Request(name, tokens, end, SamplingParams(), media=media),
     )
 
 
@@ -65,6 +68,7 @@ class World:
         sequences: (q [n, heads, dim], k and v [n, kv_heads, dim]) each.
         shuffle: seed of the placement; None gives ascending blocks.
         poison: fill every slot with NaN first; a slot is then valid only once it is written.
+        whole: spans (start, end) of each sequence whose positions see one another.
     """
 
     config: ModelConfig
@@ -72,6 +76,7 @@ class World:
     block_size: int = 16
     shuffle: int | None = 0
     poison: bool = False
+    whole: Sequence[Sequence[tuple[int, int]]] = ()
 
     def run(
         self,
@@ -96,7 +101,10 @@ class World:
         planned = ATTENTION_BACKENDS.get(backend)(cache)
         out = [torch.full_like(q.flatten(1), float("nan")) for q, _, _ in self.sequences]
         for step in steps:
-            requests = [scheduled(str(i), start, end, tables[i]) for i, start, end in step]
+            requests = [
+                scheduled(str(i), start, end, tables[i], self.whole[i] if self.whole else ())
+                for i, start, end in step
+            ]
             attention = planned.plan(AttentionMetadata.from_requests(requests, cache))
             q, k, v = (torch.cat([self.sequences[i][part][s:e] for i, s, e in step]) for part in range(3))
             attention.write(1, k, v)
@@ -137,6 +145,6 @@ def config() -> Callable[..., ModelConfig]:
 
 
 @pytest.fixture
-def schedule() -> Callable[[str, int, int, tuple[int, ...]], ScheduledRequest]:
-    """Make a ScheduledRequest: name, start, end, block table."""
+def schedule() -> Callable[..., ScheduledRequest]:
+    """Make a ScheduledRequest: name, start, end, block table, spans that are whole."""
     return scheduled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,13 +28,21 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def truth(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 10**9) -> Tensor:
-    """Causal attention in float64, one row at a time."""
+def truth(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int = 10**9,
+    whole: Sequence[tuple[int, int]] = (),
+) -> Tensor:
+    """Causal attention in float64, one row at a time; the rows of `whole` spans see on to their ends."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(groups, 1), v.double().repeat_interleave(groups, 1)
     rows = []
     for i, row in enumerate(q.double()):
-        seen = slice(max(0, i + 1 - window), i + 1)
+        end = next((last for first, last in whole if first <= i < last), i + 1)
+        seen = slice(max(0, i + 1 - window), end)
         weights = torch.softmax(torch.einsum("hd,lhd->hl", row, k[seen]) * scale, -1)
         rows.append(torch.einsum("hl,lhd->hd", weights, v[seen]).flatten())
     return torch.stack(rows)
@@ -100,6 +109,45 @@ def test_positions_before_the_window_may_hold_any_number(name: str, world: Any) 
     got = w.run(name, MIXED, window=8)
     assert torch.equal(got[0][17:], expected[0][17:])
     assert not torch.equal(got[0][16], expected[0][16])
+
+
+#: Spans of the three sequences, and steps that cut none of them. Steps 4 and 5 begin inside a span, as
+#: after a cache hit: what was before was computed with all of it, and is computed once more.
+SPANS = (((3, 20), (31, 47)), ((0, 1),), ((0, 9), (20, 33)))
+UNCUT = [
+    [(0, 0, 25), (2, 0, 9)],
+    [(0, 25, 31), (2, 9, 12)],
+    [(0, 31, 47), (1, 0, 1), (2, 12, 33)],
+    [(0, 40, 47), (2, 26, 33)],
+    [(0, 46, 48), (2, 32, 33)],
+    *[[(0, i, i + 1)] for i in range(48, 52)],
+    [(0, 52, 70)],
+]
+
+
+@pytest.mark.parametrize("window", [None, 5, 30])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_rows_of_a_whole_span_see_on_to_its_end_and_back_as_far_as_any(
+    name: str, window: int | None, world: Any
+) -> None:
+    w = world(LENGTHS, whole=SPANS, poison=True)
+    for steps in (WHOLE, UNCUT):
+        got = w.run(name, steps, 0.2, window)
+        for rows, (q, k, v), whole in zip(got, w.sequences, SPANS, strict=True):
+            expected = truth(q, k, v, 0.2, window or 10**9, whole)
+            torch.testing.assert_close(rows.double(), expected, rtol=5e-6, atol=5e-6)
+    assert not torch.equal(
+        w.run(name, WHOLE, 0.2, window)[0], world(LENGTHS).run(name, WHOLE, 0.2, window)[0]
+    )
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_spans_have_the_bits_of_any_steps_that_do_not_cut_them(
+    dtype: torch.dtype, window: int | None, world: Any
+) -> None:
+    w = world(LENGTHS, dtype=dtype, whole=SPANS)
+    assert same(w.run("tiled", WHOLE, 0.2, window), w.run("tiled", UNCUT, 0.2, window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -54,8 +54,8 @@ class Recorder(PagedBackend):
         self.groups: list[tuple[int, ...]] = []
         self.masks: list[bool] = []
 
-    def mask(self, hidden: Tensor, *, windowed: bool) -> Tensor | None:
-        self.masks.append(windowed)
+    def mask(self, hidden: Tensor, *, causal: bool) -> Tensor | None:
+        self.masks.append(causal)
         return hidden
 
     def attend_group(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -103,4 +103,25 @@ def test_a_window_s_mask_is_made_once_and_a_wide_one_is_the_causal_one(config: A
     plan = backend.plan(AttentionMetadata.from_requests([schedule("a", 4, 9, (1,))], cache))
     seen = [plan.attend(0, torch.zeros(5, 4, 32), 1.0, w)[:, 0].tolist() for w in (None, 9, 3, 1000, 3, 1)]
     assert seen == [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [3] * 5, [5, 6, 7, 8, 9], [3] * 5, [1] * 5]
-    assert backend.masks == [False, True, True]
+    assert backend.masks == [True, False, False]
+
+
+def test_only_rows_that_see_further_than_themselves_are_told_apart(cache: KVCache, schedule: Any) -> None:
+    requests = [
+        schedule("text", 0, 5, (1, 2), [(7, 9)]),
+        schedule("picture", 1, 7, (3, 4, 5), [(2, 5), (6, 7)]),
+        schedule("after a hit", 3, 6, (6, 7), [(2, 5)]),
+        schedule("its last row", 4, 5, (8, 1), [(2, 5)]),
+    ]
+    text, picture, hit, last = AttentionMetadata.from_requests(requests, cache).last_seen
+    assert text is None
+    assert picture is not None
+    assert picture.tolist() == [1, 4, 4, 4, 5, 6]
+    assert hit is not None
+    assert hit.tolist() == [4, 4, 5]
+    assert last is None
+
+
+def test_a_whole_span_that_is_cut_is_a_bug_and_says_so(cache: KVCache, schedule: Any) -> None:
+    with pytest.raises(InvariantError, match=r"'a': MediaSpan\(start=2, .* is cut at 4"):
+        AttentionMetadata.from_requests([schedule("a", 0, 4, (1, 2), [(2, 5)])], cache)

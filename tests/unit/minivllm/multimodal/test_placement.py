@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from minivllm.errors import BadMedia
@@ -109,3 +111,10 @@ def test_more_or_fewer_placeholders_than_items_are_named_with_both_numbers(
 def test_modalities_may_share_a_token() -> None:
     shared = {"image": IMAGE, "video": IMAGE}
     assert place([IMAGE], {"image": [image("a", 2)]}, shared).token_ids == [IMAGE, IMAGE]
+
+
+def test_a_run_whose_tokens_see_one_another_says_so() -> None:
+    from_family = replace(image("a", 2, framed=True), whole=True)
+    assert place([IMAGE], {"image": [from_family]}, PLACEHOLDERS).spans == (
+        MediaSpan(1, 2, "image", "a", whole=True),
+    )
