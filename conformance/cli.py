@@ -1,22 +1,28 @@
 """The command `conformance`.
 
-Exit status: 0 something was judged and nothing failed, 1 something failed, 2 the command or one of its
-files is wrong, 3 nothing was judged (every case was skipped), 130 interrupted.
+Exit status: 0 something was judged and nothing failed, 1 something failed (or whoever read the output
+has gone), 2 the command or one of its files is wrong or cannot be written, 3 nothing was judged (every
+case was skipped), 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from conformance import EDITION
 from conformance.adapters.base import Capabilities
+from conformance.adapters.received import AdapterError, declared
 from conformance.archive import ArchiveError, read_histories
 from conformance.catalogue import lint_suite, print_explanation, print_list
 from conformance.engines import (
@@ -43,6 +49,7 @@ from conformance.suite import (
     judge_history,
     run_case,
     select,
+    why_foreign,
 )
 from conformance.waivers import Waiver, WaiverError, load_waivers
 
@@ -71,16 +78,37 @@ _USAGE_ERRORS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character
+    try:
+        status = _command(arguments)
+        sys.stdout.flush()
+        return status
+    except (*_USAGE_ERRORS, OSError) as error:
+        _give_up_unwritable_output()
+        if isinstance(error, BrokenPipeError):
+            return 1
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted: nothing is judged as a whole", style="red")
+        return 130
+
+
+def _give_up_unwritable_output() -> None:
+    """Drop what cannot be written, or Python would try again on leaving, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _command(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in _PARTS:
         # Imported when asked for: recording needs torch and Transformers; nothing else here does.
         return int(import_module(_PARTS[arguments[0]][0]).main(arguments[1:]))
     args = parser().parse_args(arguments)
-    console = Console(highlight=False)
-    try:
-        return int(args.command(args, console))
-    except _USAGE_ERRORS as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        return 2
+    return int(args.command(args, Console(highlight=False)))
 
 
 # ---- commands -----------------------------------------------------------------------------------
@@ -91,6 +119,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     waivers = load_waivers(args.waivers) if args.waivers else []
     cases = select(scenarios, _selection(args))
     factory = _factory(args)
+    _must_be_writable(args, args.history)
     outcomes: list[Outcome] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -112,16 +141,30 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
     scenarios, store = _scenarios(args), RecordStore(args.data)
     waivers = load_waivers(args.waivers) if args.waivers else []
     by_id = {scenario.id: scenario for scenario in scenarios}
+    _must_be_writable(args)
     outcomes = []
     for history in read_histories(args.directory):
         if history.scenario not in by_id:
             raise SelectionError(f"a history is about {history.scenario!r}, which the suite does not have")
         scenario = by_id[history.scenario]
+        if (why := why_foreign(history, scenario)) is not None:
+            raise SelectionError(f"a history of {scenario.id} does not fit the scenario: {why}; run it again")
         judgement = judge_history(history, scenario, store, strict=args.strict)
         outcome = Outcome(Case(scenario, history.point), judgement, sum(p.seconds for p in history.passes))
         outcomes.append(outcome)
         print_case(console, apply_waivers([outcome], waivers, [])[0][0])
     return _finish(args, console, outcomes, waivers, list(by_id), None)
+
+
+def _must_be_writable(args: argparse.Namespace, directory: Path | None = None) -> None:
+    """Raise OSError for a report that could not be written, before a run instead of after it."""
+    for path in (args.json, args.junit):
+        if path is not None:
+            path.open("a").close()
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=directory):
+            pass
 
 
 def _finish(
@@ -301,5 +344,7 @@ def _capabilities(factory: EngineFactory, cases: Sequence[Case], root: Path | No
             source = resolve_model(case.point["model"], root)
         except ModelUnavailable:
             continue
-        return factory(source, {"dtype": case.point["dtype"], "device": case.point["device"]}).capabilities()
+        options = {"dtype": case.point["dtype"], "device": case.point["device"]}
+        with suppress(AdapterError):  # its cases have told
+            return declared(factory, source, options)
     return None

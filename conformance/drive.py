@@ -20,6 +20,7 @@ from conformance.adapters.base import (
     request_of,
     sequence_names,
 )
+from conformance.adapters.received import received, received_heads
 from conformance.history import Operation
 from conformance.prompts import filler_prompt
 from conformance.scenario import Step
@@ -128,7 +129,7 @@ class Drive:
     def outputs(self) -> dict[str, EngineOutput]:
         """The latest output of every request submitted."""
         if self.stepped is not None:
-            return {output.request_id: output for output in self.stepped.outputs()}
+            return received(self.stepped.outputs(), self._asked(), "outputs()")
         return dict(self._generated)
 
     def note_events(self) -> None:
@@ -261,7 +262,7 @@ class Drive:
     def _advance(self) -> None:
         self._must_be_stepped().advance()
         self.note_events()
-        outputs = self.outputs()
+        outputs = self._heads()
         if "streaming" in self.capabilities.features:
             for name, output in outputs.items():
                 seen = self.texts.setdefault(name, [])
@@ -273,12 +274,23 @@ class Drive:
             self.preempt(["every"])
 
     def _unfinished(self, outputs: Mapping[str, EngineOutput] | None = None) -> set[str]:
-        outputs = self.outputs() if outputs is None else outputs
+        outputs = self._heads() if outputs is None else outputs
         ended = {name for name, output in outputs.items() if output.finished}
         return {name for name in self._submitted if request_of(name) not in self.refused} - ended
 
+    def _heads(self) -> Mapping[str, EngineOutput]:
+        """The latest outputs; what only the end matters for is not looked at in every step."""
+        if self.stepped is None:
+            return self._generated
+        return received_heads(self.stepped.outputs(), self._asked(), "outputs()")
+
+    def _asked(self) -> set[str]:
+        return {*self._submitted, *map(request_of, self._submitted)}
+
     def _generate(self, names: list[str]) -> None:
-        for output in self.adapter.generate([self.requests[name] for name in names]):
+        answers = self.adapter.generate([self.requests[name] for name in names])
+        asked = {one for name in names for one in sequence_names(name, self.requests[name].sampling)}
+        for output in received(answers, asked, "generate()").values():
             self._generated[output.request_id] = output
             if output.error is not None and not output.token_ids:
                 self.refused[output.request_id] = output.error

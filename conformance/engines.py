@@ -67,9 +67,13 @@ def find_engine(name: str) -> EngineFactory:
         target = {**ENGINES, **outside}[name]
     module, _, attribute = target.partition(":")
     try:
-        return cast("EngineFactory", getattr(import_module(module), attribute))
-    except (ImportError, AttributeError) as error:
-        raise EngineNotFound(f"engine {name!r} cannot be imported from {target}: {error}") from error
+        factory = getattr(import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # code of others: it may raise anything, or leave
+        told = f"{type(error).__name__}: {error}"
+        raise EngineNotFound(f"engine {name!r} cannot be imported from {target}: {told}") from error
+    if not callable(factory):
+        raise EngineNotFound(f"engine {name!r}: {target} is no class or function, but {factory!r:.200}")
+    return cast("EngineFactory", factory)
 
 
 def parse_options(items: Sequence[str]) -> dict[str, Any]:

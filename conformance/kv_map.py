@@ -17,6 +17,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from conformance.adapters.base import Snapshots
+from conformance.adapters.received import AdapterError, declared
 from conformance.drive import Drive, NoProgress, StepFailed
 from conformance.engines import EngineNotFound, find_engine
 from conformance.kv_drawing import draw_svg, print_map
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(title, markup=False)
         print_map(console, snapshot, blocks=args.blocks, columns=args.columns)
     except (
+        AdapterError,
         DataMissing,
         EngineNotFound,
         MapError,
@@ -108,7 +110,7 @@ def snapshot_of(
     factory, source = find_engine(engine), resolve_model(chosen["model"], root)
     requests = engine_requests(scenario, chosen, factory, source, RecordStore(root))
     wanted = {**scenario.engine, **{k: v for k, v in chosen.items() if k != "model"}}
-    capabilities = factory(source, wanted).capabilities()
+    capabilities = declared(factory, source, wanted)
     if "snapshot" not in capabilities.features or "stepped" not in capabilities.features:
         raise MapError(f"{engine} does not show its KV cache step by step (features snapshot and stepped)")
     options = {k: v for k, v in wanted.items() if k in ("dtype", "device") or k in capabilities.options}

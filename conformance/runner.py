@@ -30,6 +30,7 @@ from conformance.adapters.base import (
     request_of,
     sequence_names,
 )
+from conformance.adapters.received import declared
 from conformance.arms import PassPlan, expand_arms, plan_arm, why_not_offered
 from conformance.canonical import request_key
 from conformance.damage import damaged_copy
@@ -122,7 +123,7 @@ def run_scenario(
         DamageError: the scenario damages something this checkpoint does not have.
     """
     options = {**scenario.engine, **{k: v for k, v in point.items() if k != "model"}}
-    capabilities = factory(source, options).capabilities()
+    capabilities = declared(factory, source, options)
     reason = skip_reason(scenario, point, capabilities)
     if reason is not None:
         raise Skipped(reason)
@@ -161,7 +162,7 @@ def engine_requests(
         Skipped: the engine lacks something the scenario needs.
     """
     options = {**scenario.engine, **{k: v for k, v in point.items() if k != "model"}}
-    capabilities = factory(source, options).capabilities()
+    capabilities = declared(factory, source, options)
     reason = skip_reason(scenario, point, capabilities)
     if reason is not None:
         raise Skipped(reason)

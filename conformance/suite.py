@@ -9,7 +9,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from conformance.adapters.base import request_of
+from conformance.adapters.received import AdapterError
 from conformance.archive import write_history
+from conformance.canonical import request_key
 from conformance.checks import judge
 from conformance.history import History
 from conformance.models import ModelUnavailable, resolve_model
@@ -29,6 +32,7 @@ __all__ = [
     "point_label",
     "run_case",
     "select",
+    "why_foreign",
 ]
 
 
@@ -159,6 +163,8 @@ def run_case(
         history = run_scenario(case.scenario, case.point, factory, source, store)
     except (Skipped, ModelUnavailable) as reason:
         judgement = _one_finding(case, Verdict.SKIP, str(reason))
+    except AdapterError as mistake:
+        judgement = _one_finding(case, Verdict.ERROR, str(mistake))
     except Exception as crash:  # the harness's own trouble must fail this case, not end the run
         judgement = _one_finding(case, Verdict.ERROR, f"the harness failed: {type(crash).__name__}: {crash}")
     else:
@@ -173,6 +179,37 @@ def judge_history(
 ) -> Judgement:
     """Judge a history by the scenario's checks."""
     return judge(history, scenario.checks, store.get, scenario.level, strict=strict)
+
+
+def why_foreign(history: History, scenario: Scenario) -> str | None:
+    """Why a saved history cannot be judged by the scenario as it stands; None if it can.
+
+    A history names its point and its goldens itself. It is believed only where the scenario says so.
+    """
+    point = dict(history.point)
+    own = [_matrix_part(original) for original in scenario.points()]
+    if _matrix_part(point) not in own or "dtype" not in point:
+        return f"the scenario has no point {point}"
+    if history.dtype != point["dtype"]:
+        return f"it computed in {history.dtype}, and its point says {point['dtype']}"
+    model = Path(point["model"])
+    if history.model not in (point["model"], model.name, model.stem):
+        return f"it is of model {history.model}, and its point says {point['model']}"
+    for one in history.passes:
+        for name, run in one.requests.items():
+            request = scenario.requests.get(request_of(name))
+            if request is None:
+                return f"it answers {name!r}, which the scenario does not ask"
+            if run.golden_key is None:
+                continue
+            if run.golden_key != request_key(request.canonical(point["model"], point["dtype"])):
+                return f"{name!r} refers to the golden of another request than the scenario's"
+    return None
+
+
+def _matrix_part(point: Mapping[str, Any]) -> dict[str, Any]:
+    """A point without what a selection may change."""
+    return {name: value for name, value in point.items() if name not in ("device", "dtype")}
 
 
 def apply_waivers(

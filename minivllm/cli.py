@@ -43,14 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # or Python would try to write the rest on leaving
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_unwritable_output()
         if isinstance(error, BrokenPipeError):
             return 141
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _give_up_unwritable_output() -> None:
+    """Drop what cannot be written, or Python would try again on leaving, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> argparse.ArgumentParser:

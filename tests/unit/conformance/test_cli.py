@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -157,6 +158,81 @@ def test_a_history_of_a_scenario_that_is_gone_is_an_error(run: Run, tmp_path: Pa
     status, _, err = run("recheck", directory)
     assert status == 2
     assert "'toy/two', which the suite does not have" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h["point"].update(block_size=99), "the scenario has no point {'model': 'toy'"),
+        (lambda h: h["point"].pop("model"), "the scenario has no point"),
+        (lambda h: h["point"].pop("dtype"), "the scenario has no point"),
+        (lambda h: h.update(dtype="bfloat16"), "it computed in bfloat16, and its point says float32"),
+        (lambda h: h.update(model="other"), "it is of model other, and its point says toy"),
+        (
+            lambda h: h["passes"][0]["requests"]["one"].update(golden_key="0" * 64),
+            "'one' refers to the golden of another request",
+        ),
+        (
+            lambda h: h["passes"][0]["requests"].update(two=h["passes"][0]["requests"]["one"]),
+            "it answers 'two', which the scenario does not ask",
+        ),
+    ],
+)
+def test_a_history_that_does_not_fit_its_scenario_is_not_believed(
+    run: Run, tmp_path: Path, change: Callable[[Any], None], message: str
+) -> None:
+    directory = tmp_path / "histories"
+    run("run", "--engine", RIGHT, "toy/one", "--history", directory)
+    file = next(directory.iterdir())
+    history = json.loads(file.read_text(encoding="utf-8"))
+    change(history)
+    file.write_text(json.dumps(history), encoding="utf-8")
+    status, _, err = run("recheck", directory)
+    assert status == 2
+    assert f"a history of toy/one does not fit the scenario: {message}" in err
+
+
+def test_a_history_of_a_request_that_has_changed_since_is_refused(
+    run: Run, tmp_path: Path, data: Path
+) -> None:
+    directory = tmp_path / "histories"
+    run("run", "--engine", RIGHT, "toy/one", "--history", directory)
+    path = data / "scenarios/toy/one.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace("[3, 4, 5]", "[3, 4, 6]"), encoding="utf-8")
+    status, _, err = run("recheck", directory)
+    assert status == 2
+    assert "golden of another request than the scenario's; run it again" in err
+
+
+@pytest.mark.parametrize("option", ["--json", "--junit", "--history"])
+def test_a_place_that_cannot_be_written_is_told_before_the_run(run: Run, tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").touch()
+    status, out, err = run("run", "--engine", RIGHT, option, tmp_path / "file" / "below")
+    assert (status, out) == (2, "")
+    assert f"{tmp_path / 'file'}" in err.replace("\n", "")
+
+
+def test_an_adapter_that_raises_at_once_fails_every_case_and_not_the_command(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> object:
+        raise ZeroDivisionError("at once")
+
+    monkeypatch.setattr("conformance.cli.find_engine", lambda _: broken)
+    status, out, _ = run("run", "toy/one")
+    assert status == 1
+    assert out.count("ERROR  toy/one") == 2
+    assert "the adapter cannot tell its capabilities: ZeroDivisionError: at once" in out
+
+
+def test_an_interrupted_run_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("conformance.cli.run_case", interrupted)
+    status, _, err = run("run", "--engine", RIGHT)
+    assert status == 130
+    assert "interrupted" in err
 
 
 def test_waived_failures_do_not_fail_the_run_and_stale_ones_do(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -49,6 +50,32 @@ def test_an_entry_point_may_not_take_a_name_of_the_box(monkeypatch: pytest.Monke
     outside(monkeypatch, minivllm="conformance.adapters.fake:FakeEngine")
     with pytest.raises(EngineNotFound, match=r"redefine \['minivllm'\]"):
         find_engine("minivllm")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise RuntimeError('no GPU')", "RuntimeError: no GPU"),
+        ("def", "SyntaxError"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("Engine = 3", "broken_engine:Engine is no class or function, but 3"),
+        ("", "AttributeError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_whatever_it_raises(
+    code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_engine.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken_engine", raising=False)
+    with pytest.raises(EngineNotFound, match=message):
+        find_engine("broken_engine:Engine")
+
+
+@pytest.mark.parametrize("name", [":Engine", "json:", ".relative:Engine", "a b:c"])
+def test_a_name_that_names_nothing_is_not_found(name: str) -> None:
+    with pytest.raises(EngineNotFound, match="cannot be imported"):
+        find_engine(name)
 
 
 def test_an_unknown_name_lists_what_there_is() -> None:
