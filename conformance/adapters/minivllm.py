@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +27,7 @@ from conformance.adapters.base import (
     ModelSource,
     PoolState,
     TokenLogprob,
+    request_of,
     sequence_names,
 )
 from conformance.adapters.prompts import chat_messages, shared_prompt
@@ -45,7 +46,7 @@ __all__ = ["DEFAULT_POOL_BYTES", "KEPT_MODELS", "MiniVLLMAdapter"]
 DEFAULT_POOL_BYTES = 64 * 2**20
 
 #: How many loaded models are kept; the one used longest ago goes first.
-KEPT_MODELS = 8
+KEPT_MODELS = 24
 
 #: Stages of a record that this engine calls by another name, one per picture.
 _CAPTURES = {"pixels": "pixel_values"}
@@ -74,6 +75,7 @@ class MiniVLLMAdapter:
             self._options["kv_cache_memory_bytes"] = DEFAULT_POOL_BYTES
         self._engine: LLMEngine | None = None
         self._outputs: dict[str, EngineOutput] = {}
+        self._without_ids: set[str] = set()
         self._events: list[Event] = []
         self._weights_changed = False
         self._threads_before = torch.get_num_threads()
@@ -84,8 +86,12 @@ class MiniVLLMAdapter:
         self._threads_before = torch.get_num_threads()
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        config = self._config()
-        self._engine = LLMEngine(config, trace=self._events.append, model=self._model(config))
+        try:
+            config = self._config()
+            self._engine = LLMEngine(config, trace=self._events.append, model=self._model(config))
+        except BaseException:  # nobody calls __exit__ then
+            torch.set_num_threads(self._threads_before)
+            raise
         return self
 
     def __exit__(
@@ -138,6 +144,8 @@ class MiniVLLMAdapter:
             )
         except MiniVLLMError as error:
             return EngineError(type(error).__name__, str(error))
+        if request.prompt_embeds is not None:
+            self._without_ids.add(request.request_id)
         for name in sequence_names(request.request_id, sampling):
             self._outputs[name] = EngineOutput(name, "", False)
         return None
@@ -212,7 +220,9 @@ class MiniVLLMAdapter:
 
     def _take(self, output: RequestOutput) -> None:
         for one in _convert(output):
-            self._outputs[one.request_id] = one
+            # Ids in the place of supplied embeddings are nobody's.
+            without_ids = request_of(one.request_id) in self._without_ids
+            self._outputs[one.request_id] = replace(one, prompt_token_ids=None) if without_ids else one
 
     def _config(self) -> EngineConfig:
         options = {"model": str(self._source.path), **self._options}
