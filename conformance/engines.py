@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, cast
 
 import yaml
@@ -32,6 +33,13 @@ ENGINES: Mapping[str, str] = {
     "hf": "conformance.adapters.hf:HFAdapter",
     "hf-sdpa": "conformance.adapters.hf:HFSdpaAdapter",
     "hf-continuous-batching": "conformance.adapters.hf_continuous:HFContinuousAdapter",
+    "openai": "conformance.adapters.openai:OpenAIAdapter",
+    "vllm": "conformance.adapters.vllm:VLLMAdapter",
+}
+
+#: Engines of the box that need a package this one does not depend on → the package, and how to get it.
+NEEDED: Mapping[str, tuple[str, str]] = {
+    "vllm": ("vllm", "`nox -s peer-vllm` makes an environment with it"),
 }
 
 
@@ -65,6 +73,9 @@ def find_engine(name: str) -> EngineFactory:
             known = ", ".join(engine_names())
             raise EngineNotFound(f"unknown engine {name!r}; known: {known}, or package.module:Class")
         target = {**ENGINES, **outside}[name]
+    if name in NEEDED and find_spec(NEEDED[name][0]) is None:
+        package, how = NEEDED[name]
+        raise EngineNotFound(f"engine {name!r} needs the package {package}, which is not here; {how}")
     module, _, attribute = target.partition(":")
     try:
         factory = getattr(import_module(module), attribute)

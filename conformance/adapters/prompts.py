@@ -1,15 +1,16 @@
-"""A request's prompt in the forms that minivllm and vLLM share."""
+"""A request's prompt in the forms that engines share, and teacher forcing by prompt logprobs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from conformance.adapters.base import EngineRequest, Media
+from conformance.adapters.base import EngineError, EngineOutput, EngineRequest, Media
 
-__all__ = ["chat_messages", "shared_prompt"]
+__all__ = ["chat_messages", "engine_error", "file_chat", "forced_output", "forced_prompt", "shared_prompt"]
 
 
 def shared_prompt(request: EngineRequest) -> dict[str, Any]:
@@ -66,3 +67,60 @@ def _places(media: Media) -> Mapping[str, Any]:
     if "crops" in media.facts:
         found["rows"], found["cols"] = media.facts["crops"]
     return found
+
+
+def file_chat(request: EngineRequest) -> list[dict[str, Any]]:
+    """The request's chat in the form of OpenAI, every picture as the URL of its file."""
+    media = iter(request.media)
+
+    def content(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        return [
+            part if part["type"] == "text" else {"type": "image_url", "image_url": {"url": url(next(media))}}
+            for part in value
+        ]
+
+    def url(one: Media) -> str:
+        return one.paths[0].absolute().as_uri()
+
+    return [{**message, "content": content(message["content"])} for message in request.chat or ()]
+
+
+def engine_error(error: BaseException) -> EngineError:
+    """The error by the name everybody knows: an engine's own kind of ValueError is a ValueError."""
+    known = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    return EngineError(known.__name__, f"{error}" or type(error).__name__)
+
+
+def forced_prompt(request: EngineRequest) -> tuple[list[int], dict[str, Any]]:
+    """Teacher forcing by prompt logprobs: prompt plus forced ids as one prompt, and its sampling."""
+    forced = list(request.forced_token_ids or ())[: request.sampling["max_tokens"]]
+    wanted = max(1, int(request.sampling.get("logprobs") or 0))
+    sampling = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": wanted, "ignore_eos": True}
+    return [*(request.prompt_token_ids or ()), *forced], sampling
+
+
+def forced_output(request: EngineRequest, output: EngineOutput) -> EngineOutput:
+    """The answer along the forced ids, read from the prompt logprobs of `forced_prompt`.
+
+    Text and ending are empty: nothing was decoded.
+    """
+    prompt = tuple(request.prompt_token_ids or ())
+    forced = tuple(request.forced_token_ids or ())[: request.sampling["max_tokens"]]
+    rows = (output.prompt_logprobs or ())[len(prompt) : len(prompt) + len(forced)]
+    known = tuple(row for row in rows if row)
+    complete = len(known) == len(forced)
+    return replace(
+        output,
+        text="",
+        prompt_token_ids=prompt,
+        token_ids=forced,
+        choice_token_ids=tuple(max(row, key=lambda e: e.logprob).token_id for row in known)
+        if complete
+        else None,
+        logprobs=known if complete and request.sampling.get("logprobs") is not None else None,
+        prompt_logprobs=None,
+        finish_reason=None if not output.finished else "length",
+        stop_reason=None,
+    )

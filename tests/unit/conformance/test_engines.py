@@ -13,6 +13,7 @@ import pytest
 from conformance.adapters.base import EngineAdapter, ModelSource
 from conformance.engines import (
     ENGINES,
+    NEEDED,
     EngineNotFound,
     EngineOptionError,
     engine_names,
@@ -28,8 +29,19 @@ def outside(monkeypatch: pytest.MonkeyPatch, **names: str) -> None:
 
 
 def test_every_engine_in_the_box_can_be_imported() -> None:
-    for name in ENGINES:
+    for name in set(ENGINES) - set(NEEDED):
         assert callable(find_engine(name))
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_an_engine_whose_package_is_not_here_says_how_to_get_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("conformance.engines.find_spec", lambda _package: None)
+    with pytest.raises(EngineNotFound, match=f"needs the package {NEEDED[name][0]}.*nox -s"):
+        find_engine(name)
+    monkeypatch.setattr("conformance.engines.find_spec", lambda _package: object())
+    assert callable(find_engine(name))
 
 
 def test_an_engine_may_be_given_as_module_and_class() -> None:

@@ -75,6 +75,26 @@ def test_one_token_of_a_prompt_is_always_computed() -> None:
     assert "of a prompt of 7" in found.findings[0].message
 
 
+@pytest.mark.parametrize(
+    ("count", "wanted", "expected"),
+    [
+        (0, 4, Verdict.WEAK),
+        (4, 4, Verdict.WEAK),
+        (5, 4, Verdict.FAIL),
+        (0, {"min": 4}, Verdict.WEAK),
+        (1, 0, Verdict.FAIL),
+    ],
+)
+def test_with_blocks_of_another_size_only_too_many_reused_tokens_are_wrong(
+    count: int, wanted: Any, expected: Verdict
+) -> None:
+    untraced = frozenset(FEATURES) - {"traced"}
+    history = make_history([make_pass("free", [run(num_cached_tokens=count)], events=())], features=untraced)
+    other = replace(history, capabilities=replace(history.capabilities, options=frozenset()))
+    found = judge(other, [Spec("cached_tokens", {"red": wanted})], records_of(RED)).findings
+    assert [f.verdict for f in found if f.check == "cached_tokens"] == [expected]
+
+
 def test_reused_tokens_are_skipped_without_a_prefix_cache() -> None:
     found = verdict(run(num_cached_tokens=None), "cached_tokens", {"red": 0}, features=frozenset())
     assert found is Verdict.SKIP

