@@ -22,6 +22,9 @@ __all__ = ["Gemma3Processor"]
 
 _NO_CROPS = "pan and scan writes a text of its own around each crop, which is not implemented"
 
+#: What Transformers' processor of the family tells its image processor, where files say null.
+_DEFAULTS: Mapping[str, Any] = {"do_convert_rgb": True}
+
 
 class Gemma3Processor:
     """See `minivllm.multimodal.MultiModalProcessor`."""
@@ -41,7 +44,7 @@ class Gemma3Processor:
         self._vision = config.vision
         names = ("do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops")
         refused = dict.fromkeys((*names, "pan_and_scan_min_ratio_to_activate"), _NO_CROPS)
-        self._images = ImageProcessor(directory, settings, refused=refused)
+        self._images = ImageProcessor(directory, {**_DEFAULTS, **settings}, refused=refused)
         if self._images.hf.do_pan_and_scan:
             raise UnsupportedError(f"{directory} has do_pan_and_scan: {_NO_CROPS}")
         self.setting_names = self._images.setting_names

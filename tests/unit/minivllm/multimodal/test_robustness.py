@@ -15,6 +15,7 @@ from torch import Tensor
 
 from conformance.hf_processors import load_image_processor
 from conformance.paths import data_root
+from conformance.recipes.build import MECHANICS
 from minivllm.errors import BadMedia
 from minivllm.models import load_model_config
 from minivllm.multimodal import MULTIMODAL, Expansion, MultiModalProcessor, load_image
@@ -23,18 +24,12 @@ from tests.unit.minivllm.media_prompts import picture
 
 CHECKPOINTS = data_root() / "golden" / "checkpoints"
 ASSETS = data_root() / "scenarios" / "assets"
-FAMILIES = (
-    "tiny-blip2",
-    "tiny-internvl",
-    "tiny-llava",
-    "tiny-llava-onevision",
-    "tiny-qwen2-5-vl",
-    "tiny-qwen2-vl",
-    "tiny-qwen3-vl",
-    "tiny-smolvlm",
-)
+FAMILIES = sorted(name for name, recipe in MECHANICS.items() if recipe.vision is not None)
 #: What Transformers' processor tells its image processor, whatever the file says.
-SETTINGS: Mapping[str, dict[str, Any]] = {"tiny-internvl": {"crop_to_patches": True}}
+SETTINGS: Mapping[str, dict[str, Any]] = {
+    "tiny-gemma3-vision": {"do_convert_rgb": True, "do_pan_and_scan": False},
+    "tiny-internvl": {"crop_to_patches": True},
+}
 
 MODES = ("1", "CMYK", "F", "I", "I;16", "L", "LA", "P", "PA", "RGB", "RGBA", "YCbCr", "transparent P")
 SIZES = [(1, 1), (2, 3), (13, 14), (27, 28), (31, 639), (1, 100), (100, 1), (1, 10_000), (10_000, 1)]
