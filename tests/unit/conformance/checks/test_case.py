@@ -15,6 +15,7 @@ from conformance.checks.case import (
     expected_text,
     is_plain_greedy,
     names_in,
+    same_text,
 )
 from conformance.history import History, Operation, RequestRun
 from conformance.records import GoldenRecord
@@ -174,3 +175,18 @@ def test_the_command_names_scenario_engine_and_point() -> None:
     command = case(answer(RED)).reproduce()
     assert command.startswith("conformance run made/up --engine made-up")
     assert "block_size=16" in command
+
+
+@pytest.mark.parametrize(
+    ("shown", "same"),
+    [
+        ("a\ufffdb\ufffd\ufffd", True),
+        (" a\ufffdb", True),
+        ("a\ufffdb\ufffd", False),
+        ("ab", False),
+        ("", False),
+    ],
+)
+def test_an_unfinished_character_may_be_held_back_at_the_very_end(shown: str, same: bool) -> None:
+    assert same_text(shown, "a\ufffdb\ufffd\ufffd") is same
+    assert not same_text("a\ufffdb\ufffd\ufffd", "a\ufffdb")
