@@ -146,7 +146,7 @@ def build_engine(config: EngineConfig, *, trace: TraceSink, model: LanguageModel
     if tokenizer is not None:
         eos = tuple(sorted({*resolved.model.eos_token_ids, *tokenizer.eos_token_ids}))
         resolved = replace(resolved, model=replace(resolved.model, eos_token_ids=eos))
-    ops.prepare(model, max_rows=config.max_num_batched_tokens)
+    ops.prepare(model.batched, max_rows=config.max_num_batched_tokens)
 
     kv_cache = KVCache(
         resolved.model,

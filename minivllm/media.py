@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minivllm.errors import InvariantError
+from minivllm.layers.probe import threads
 from minivllm.models.vlm import MediaEmbeddings, VisionLanguageModel
 from minivllm.request import MediaItem, ScheduledRequest
 
@@ -111,9 +113,14 @@ class MediaStore:
 
 
 def _encode(model: VisionLanguageModel, item: MediaItem) -> MediaEmbeddings | str:
-    """The item's embeddings, or why it has none."""
+    """The item's embeddings, or why it has none.
+
+    With ops that keep bits, on one thread: then an item's products have one shape and one order of
+    summation, and need no probe.
+    """
     try:
-        found = model.encode(item)
+        with threads(1) if model.ops.bitwise else nullcontext():
+            found = model.encode(item)
     except InvariantError:
         raise
     except Exception as error:  # damaged tensors of one request must not stop the others

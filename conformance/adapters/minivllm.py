@@ -264,7 +264,7 @@ class MiniVLLMAdapter:
             probe = (config.model, resolved.dtype, resolved.device, config.max_num_batched_tokens)
             if probe not in _probed:
                 ops = make_ops(resolved.ops_backend, torch.device(resolved.device))
-                ops.prepare(model, max_rows=config.max_num_batched_tokens)
+                ops.prepare(model.batched, max_rows=config.max_num_batched_tokens)
                 _probed.add(probe)
         except MiniVLLMError as error:
             return {"bitwise": str(error)}

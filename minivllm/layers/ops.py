@@ -39,7 +39,8 @@ class Ops(Protocol):
         """Check that these ops keep their promise for this model's shapes; before the first batch.
 
         Args:
-            model: its weights are already on their device, in their dtype.
+            model: what computes rows of several requests at once; its weights are already on their
+                device, in their dtype.
             max_rows: most rows of one step.
 
         Raises:

@@ -60,6 +60,11 @@ class LanguageModel(nn.Module, ABC):
         """
         return name
 
+    @property
+    def batched(self) -> nn.Module:
+        """The part that computes rows of several requests together: all of it, without a tower."""
+        return self
+
     def use_ops(self, ops: Ops) -> None:
         """Compute with other ops from now on; the weights stay."""
         for module in self.modules():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minivllm.attention.base import PlannedAttention
 from minivllm.config import ModelConfig
@@ -87,6 +87,11 @@ class VisionLanguageModel(LanguageModel):
 
         One at a time: so they do not depend on what else is in the batch.
         """
+
+    @property
+    def batched(self) -> nn.Module:
+        """The decoder; the tower computes one item at a time."""
+        return self.language_model
 
     @property
     def embedding_name(self) -> str:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.errors import InvariantError
+from minivllm.layers.ops import make_ops
+from minivllm.layers.probe import threads
 from minivllm.media import MediaStore
 from minivllm.models import MediaEmbeddings, VisionLanguageModel
 from minivllm.request import MediaItem, MediaSpan, Request, SamplingParams, ScheduledRequest, TokenView
@@ -21,10 +23,13 @@ class Encoder(VisionLanguageModel):
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
+        self.ops = make_ops("torch", torch.device("cpu"))
         self.seen: list[str] = []
+        self.threads: list[int] = []
 
     def encode(self, item: MediaItem) -> MediaEmbeddings:
         self.seen.append(item.content_hash)
+        self.threads.append(torch.get_num_threads())
         rows = (
             (item.data["number"] * 100 + torch.arange(item.num_embeddings))[:, None]
             .expand(-1, HIDDEN)
@@ -186,3 +191,13 @@ def test_deepstack_is_shown_even_in_steps_without_pictures(monkeypatch: pytest.M
     monkeypatch.setattr(Encoder, "num_deepstack_layers", 2)
     one = request(items=[], capture=frozenset({"deepstack"}))
     assert merged(MediaStore(Encoder()), scheduled(one, 0, 2))[1] == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(("ops", "expected"), [("torch", 2), ("torch-pad", 1)])
+def test_ops_that_keep_bits_encode_on_one_thread(ops: str, expected: int) -> None:
+    encoder = Encoder()
+    encoder.ops = make_ops(ops, torch.device("cpu"))
+    with threads(2):
+        MediaStore(encoder).update((), [item("a", 1, 2)])
+        assert torch.get_num_threads() == 2
+    assert encoder.threads == [expected]
