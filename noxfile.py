@@ -101,6 +101,17 @@ def peer_vllm(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def faults(session: nox.Session) -> None:
+    """Put public bugs into minivllm one at a time: each must be found by a check. Two processes.
+
+    `nox -s faults -- --only prefix-cache`, `-- --list`, `-- --help`.
+    """
+    main(session)
+    env = {**ENV, "OMP_NUM_THREADS": "1"}
+    session.run(str(PYTHON), "-m", "conformance", "faults", *session.posargs, external=True, env=env)
+
+
+@nox.session(venv_backend="none")
 def golden(session: nox.Session) -> None:
     """Compare the golden files with Hugging Face as installed: `verify`, or `-- record`, `-- update`."""
     main(session)

@@ -106,13 +106,15 @@ def kept(
     if temperature == 0 and not _adjusts(sampling):
         return token == row.argmax
     adjusted = _adjust(row, sampling, prompt, history)
-    if adjusted is None or token not in adjusted.ids:
+    if adjusted is None:
         return None
-    mine = float(adjusted.values[adjusted.ids.index(token)])
+    listed = token in adjusted.ids
+    # An id that is not listed lies at most as high as the lowest that is.
+    mine = float(adjusted.values[adjusted.ids.index(token)]) if listed else adjusted.rest_at_most
     if temperature == 0:
         if mine < adjusted.largest:
             return False
-        return True if mine > adjusted.rest_at_most else None
+        return True if listed and mine > adjusted.rest_at_most else None
     answers = [
         _survives_min_p(adjusted, mine, temperature, float(sampling.get("min_p") or 0)),
         _survives_top_k(adjusted, mine, int(sampling.get("top_k") or 0)),
@@ -120,7 +122,7 @@ def kept(
     ]
     if False in answers:
         return False
-    return None if None in answers else True
+    return None if None in answers or not listed else True
 
 
 def _adjusts(sampling: Mapping[str, Any]) -> bool:

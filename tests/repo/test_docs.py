@@ -12,11 +12,17 @@ import yaml
 
 from conformance import cli as conformance_cli
 from conformance import golden_cli, kv_map
+from conformance.faults import cli as faults_cli
 from conformance.fuzz import cli as fuzz_cli
 from conformance.scenario import load_scenario
 from minivllm import cli as minivllm_cli
 
-OWN_PARSERS = {"golden": golden_cli.parser(), "fuzz": fuzz_cli.parser(), "kv-map": kv_map.parser()}
+OWN_PARSERS = {
+    "faults": faults_cli.parser(),
+    "fuzz": fuzz_cli.parser(),
+    "golden": golden_cli.parser(),
+    "kv-map": kv_map.parser(),
+}
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 
