@@ -81,7 +81,7 @@ class EngineConfig:
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
         """Build from plain data; unknown names raise ConfigError that lists the known ones."""
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
+        unknown = sorted(map(str, set(values) - known))
         if unknown:
             raise ConfigError(f"unknown engine option {unknown}; known: {sorted(known)}")
         return cls(**values)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from minivllm.build import EngineParts, build_engine
 from minivllm.cache import KVSnapshot, PoolCounts
 from minivllm.config import EngineConfig, PreemptionMode, ResolvedConfig
-from minivllm.errors import ConfigError, InvariantError, UnknownRequest
+from minivllm.errors import BadParameter, ConfigError, InvariantError, UnknownRequest
 from minivllm.models import LanguageModel, replace_weights
 from minivllm.processor import Prompt
 from minivllm.request import RequestMedia, RequestOutput, SamplingParams
@@ -90,7 +90,7 @@ class LLMEngine:
             arrival=self._arrivals,
             priority=priority,
             cache_salt=cache_salt,
-            capture=frozenset(capture),
+            capture=capture,
         )
         self._scheduler.add(request)
         self._arrivals += 1
@@ -120,7 +120,7 @@ class LLMEngine:
         Raises:
             UnknownRequest: no live request or sequence has this id.
         """
-        request = self._scheduler.requests.get(request_id)
+        request = self._scheduler.requests.get(_must_be_id(request_id))
         if request is None:
             raise UnknownRequest(f"no live request {request_id!r}")
         return RequestMedia(request.media, request.media_items, request.positions, request.position_delta)
@@ -134,7 +134,7 @@ class LLMEngine:
         Raises:
             UnknownRequest: no live request or sequence has this id.
         """
-        self._scheduler.abort(request_id)
+        self._scheduler.abort(_must_be_id(request_id))
         return self._output.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
@@ -148,8 +148,13 @@ class LLMEngine:
 
         Args:
             mode: instead of the configured preemption_mode.
+
+        Raises:
+            BadParameter: an unknown mode.
         """
-        return self._scheduler.preempt(request_id, mode)
+        if mode not in (None, "recompute", "swap", "auto"):
+            raise BadParameter(f"the preemption mode must be recompute, swap or auto, got {mode!r}")
+        return self._scheduler.preempt(_must_be_id(request_id), mode)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block; False (and nothing done) while requests hold blocks."""
@@ -199,7 +204,7 @@ class LLMEngine:
         Raises:
             UnknownRequest: no live request or sequence has this id.
         """
-        request = self._scheduler.requests.get(request_id)
+        request = self._scheduler.requests.get(_must_be_id(request_id))
         if request is None:
             raise UnknownRequest(f"no live request {request_id!r}")
         manager, num_tokens = self._scheduler.block_manager, request.num_computed_tokens
@@ -214,7 +219,7 @@ class LLMEngine:
 
     def stages(self, request_id: str) -> dict[str, NDArray[np.generic]]:
         """Captured stages so far: name → array. Kept after the end, until the id is used again."""
-        return self._stages.get(request_id)
+        return self._stages.get(_must_be_id(request_id))
 
     def poison(self) -> int:
         """Fill every KV slot that must not matter with NaN; returns how many were filled."""
@@ -222,3 +227,10 @@ class LLMEngine:
         return self._runner.poison(*manager.unused_slots()) + self._runner.poison_host(
             manager.unused_host_blocks()
         )
+
+
+def _must_be_id(request_id: object) -> str:
+    """Any other object may not even be a key to look up."""
+    if not isinstance(request_id, str):
+        raise UnknownRequest(f"no live request {request_id!r}: a request id is text")
+    return request_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -70,7 +70,7 @@ class Processor:
         arrival: int,
         priority: int,
         cache_salt: str | None,
-        capture: frozenset[str],
+        capture: Iterable[str],
     ) -> tuple[Request, str | None]:
         """The request, and the prompt's text if it was given as text.
 
@@ -78,9 +78,10 @@ class Processor:
             BadParameter, BadMedia, PromptTooLong, UnsupportedError: before anything is queued.
         """
         _check_types(request_id, sampling, priority, cache_salt)
+        stages = _stage_names(capture)
         encoded = self._encode(prompt, sampling)
         token_ids = encoded.token_ids
-        self._check(token_ids, sampling, capture)
+        self._check(token_ids, sampling, stages)
         max_len = self._resolved.max_model_len
         seed = sampling.seed
         if seed is None:
@@ -101,7 +102,7 @@ class Processor:
             media_items=encoded.items,
             positions=encoded.positions,
             position_delta=encoded.delta,
-            capture=capture,
+            capture=stages,
         )
         return request, encoded.text
 
@@ -153,7 +154,7 @@ class Processor:
             return self._encode_embeds(prompt, sampling)
         if "prompt_token_ids" in prompt:
             ids = prompt["prompt_token_ids"]
-            if not isinstance(ids, Iterable):
+            if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Mapping | Set):
                 raise BadParameter(f"prompt_token_ids must be a list of token ids, got {ids!r}")
             encoded = _Encoded(None, list(ids))
         else:
@@ -255,6 +256,14 @@ def _check_types(request_id: object, sampling: object, priority: object, cache_s
         raise BadParameter(f"priority must be an integer, got {priority!r}")
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise BadParameter(f"cache_salt must be text or None, got {cache_salt!r}")
+
+
+def _stage_names(capture: object) -> frozenset[str]:
+    if isinstance(capture, Iterable) and not isinstance(capture, str | bytes | Mapping):
+        names = list(capture)
+        if all(isinstance(name, str) for name in names):
+            return frozenset(names)
+    raise BadParameter(f"capture must be a list of stage names, got {capture!r}")
 
 
 def _derived_seed(engine_seed: int, arrival: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any, overload
 from minivllm.errors import BadParameter
 
 __all__ = [
+    "MAX_SEQUENCES",
     "BlockCopy",
     "CompletionOutput",
     "FinishReason",
@@ -36,6 +37,10 @@ __all__ = [
     "TokenView",
     "sequence_ids",
 ]
+
+
+MAX_SEQUENCES = 65_536
+"""Most sequences of one request: the name of each is kept as long as any of them is live."""
 
 
 class RequestStatus(Enum):
@@ -152,7 +157,7 @@ class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults are vLLM's.
 
     Attributes:
-        n: number of sequences to generate from one prompt.
+        n: number of sequences to generate from one prompt, at most `MAX_SEQUENCES`.
         temperature: 0 is greedy (the lowest id wins a tie).
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches top_p.
@@ -223,6 +228,9 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from plain data; unknown names raise BadParameter with the closest known name."""
+        given: object = values
+        if not isinstance(given, Mapping):
+            raise BadParameter(f"sampling parameters are a mapping from name to value, got {given!r}")
         known = {f.name for f in fields(cls)}
         unknown = [name for name in values if name not in known]
         if unknown:
@@ -274,6 +282,8 @@ class SamplingParams:
         if number("repetition_penalty") <= 0:
             problems.append(f"repetition_penalty must be positive, got {self.repetition_penalty}")
         n = integer("n", 1)
+        if n is not None and n > MAX_SEQUENCES:
+            problems.append(f"n must be at most {MAX_SEQUENCES}, got {n}")
         integer("top_k", -1)
         max_tokens = integer("max_tokens", 1, none_ok=True)
         min_tokens = integer("min_tokens", 0)

@@ -110,6 +110,16 @@ def replace_weights(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None
         WeightError: naming every unknown parameter, wrong shape and tensor that is not floating
             point, before anything is copied.
     """
+    given: object = tensors
+    wrong = (
+        [name for name, tensor in tensors.items() if not _is_named_tensor(name, tensor)]
+        if isinstance(given, Mapping)
+        else [given]
+    )
+    if wrong:
+        raise WeightError(
+            f"weights were not updated: a mapping from name to tensor is needed, got {wrong[0]!r}"
+        )
     parameters = dict(model.named_parameters())
     tensors = {
         name if name in parameters else model.rename(name) or name: tensor for name, tensor in tensors.items()
@@ -128,6 +138,10 @@ def replace_weights(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None
     with torch.no_grad():
         for name, tensor in tensors.items():
             parameters[name].copy_(tensor)
+
+
+def _is_named_tensor(name: object, tensor: object) -> bool:
+    return isinstance(name, str) and isinstance(tensor, Tensor)
 
 
 def _check(

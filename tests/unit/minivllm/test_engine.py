@@ -18,7 +18,7 @@ from minivllm.errors import (
     PromptTooLong,
     UnknownRequest,
 )
-from minivllm.request import RequestOutput, SamplingParams
+from minivllm.request import RequestOutput, SamplingParams, StepPlan, StepResult
 from minivllm.trace import Event
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -92,6 +92,11 @@ def test_a_bad_request_is_refused_and_the_others_are_served(tiny_llama: str) -> 
         {"cache_salt": 5},
         {"prompt": {"prompt_token_ids": None}},
         {"prompt": {"prompt_token_ids": 5}},
+        {"prompt": {"prompt_token_ids": {5, 6}}},
+        {"prompt": {"prompt_token_ids": {5: 6}}},
+        {"capture": None},
+        {"capture": "logits"},
+        {"capture": [["logits"]]},
         {"prompt": {"prompt": "x", 1: 2}},
         {"prompt": "a\ud800b"},
         {"sampling_params": SamplingParams(bad_words=["\ud800"])},
@@ -106,6 +111,51 @@ def test_an_argument_of_another_type_is_refused_and_the_others_are_served(
     with pytest.raises(BadParameter):
         engine.add_request(**{**valid, **wrong})
     assert set(drain(engine)) == {"good"}
+
+
+@pytest.mark.parametrize("wrong", [None, 3, ["good"], {"good": 1}])
+def test_an_id_that_is_no_text_belongs_to_no_request(tiny_llama: str, wrong: Any) -> None:
+    engine = make(tiny_llama)
+    engine.add_request("good", {"prompt_token_ids": [5, 6, 7]}, GREEDY)
+    for ask in (engine.abort_request, engine.preempt_request, engine.read_kv, engine.stages, engine.media):
+        with pytest.raises(UnknownRequest, match="a request id is text"):
+            ask(wrong)
+    with pytest.raises(BadParameter, match="must be recompute, swap or auto, got 'lose'"):
+        engine.preempt_request("good", "lose")  # type: ignore[arg-type]  # wrong on purpose
+    assert set(drain(engine)) == {"good"}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the pass", "after it"])
+def test_an_interrupted_step_is_done_again_and_changes_no_token(
+    tiny_llama: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(interrupt_at: int) -> dict[str, RequestOutput]:
+        engine = make(tiny_llama, max_num_batched_tokens=4, prefix_cache_seed=1)
+        run, calls = engine._runner.run, 0
+
+        def interrupted(plan: StepPlan) -> StepResult:
+            nonlocal calls
+            calls += 1
+            if late and calls == interrupt_at:
+                run(plan)
+            if calls == interrupt_at:
+                raise KeyboardInterrupt
+            return run(plan)
+
+        monkeypatch.setattr(engine._runner, "run", interrupted)
+        for i in range(3):
+            params = SamplingParams(temperature=1.0, seed=i, max_tokens=6, ignore_eos=True)
+            engine.add_request(str(i), {"prompt_token_ids": [5, 6, 7, 8, 9 + i]}, params)
+        if interrupt_at:
+            with pytest.raises(KeyboardInterrupt):
+                drain(engine)
+        return drain(engine)
+
+    undisturbed = answers(0)
+    for step in (1, 2, 5):
+        assert {k: o.outputs for k, o in answers(step).items()} == {
+            k: o.outputs for k, o in undisturbed.items()
+        }
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(tiny_llama: str) -> None:

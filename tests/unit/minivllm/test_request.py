@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.errors import BadParameter
-from minivllm.request import RequestStatus, SamplingParams, TokenView
+from minivllm.request import MAX_SEQUENCES, RequestStatus, SamplingParams, TokenView
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,7 @@ from minivllm.request import RequestStatus, SamplingParams, TokenView
         ({"forced_token_ids": 5}, "forced_token_ids"),
         ({"bad_words": 5}, "bad_words"),
         ({"bad_words": "abc"}, "bad_words"),
+        ({"n": MAX_SEQUENCES + 1}, "n must be at most 65536, got 65537"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"logit_bias": {1: "x"}}, "logit_bias"),
         ({"logit_bias": {1: None}}, "logit_bias"),
@@ -76,6 +77,11 @@ def test_all_bad_values_are_told_at_once() -> None:
 def test_an_unknown_name_is_refused_with_the_closest_known_one() -> None:
     with pytest.raises(BadParameter, match="'temprature' \\(did you mean 'temperature'\\?\\)"):
         SamplingParams.from_dict({"temprature": 1.0})
+
+
+def test_parameters_that_are_no_mapping_are_refused() -> None:
+    with pytest.raises(BadParameter, match="a mapping from name to value, got None"):
+        SamplingParams.from_dict(None)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_a_single_stop_string_is_a_list_of_one() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -247,6 +248,13 @@ def test_weights_are_replaced_all_or_none_and_every_problem_is_named(
     message = str(refused.value)
     assert all(word in message for word in ("model.nose.weight", "[3, 4]", "torch.int64"))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("wrong", [None, [], {1: torch.zeros(1)}, {"lm_head.weight": np.zeros(1)}])
+def test_what_is_no_mapping_to_tensors_is_refused(make_checkpoint: Callable[..., Any], wrong: Any) -> None:
+    model = load(make_checkpoint("Llama").path)
+    with pytest.raises(WeightError, match="a mapping from name to tensor is needed, got"):
+        replace_weights(model, wrong)
 
 
 def test_an_empty_update_changes_nothing(make_checkpoint: Callable[..., Any]) -> None:
