@@ -18,6 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from conformance.adapters.base import (
     Capabilities,
     EngineError,
@@ -29,6 +32,7 @@ from conformance.adapters.base import (
     sequence_names,
 )
 from conformance.adapters.prompts import engine_error, file_chat, forced_output, forced_prompt
+from conformance.adapters.vllm_stages import StageTap
 
 __all__ = ["KEPT_ENGINES", "VLLMAdapter"]
 
@@ -50,6 +54,8 @@ _OPTIONS = {
     "seed": "seed",
 }
 
+_NOT_ENTERED = "the adapter is not entered: use it in a `with` statement"
+
 _FEATURES = frozenset(
     {
         "token_ids",
@@ -69,13 +75,14 @@ _FEATURES = frozenset(
         "prefix_cache",
         "chunked_prefill",
         "pool",
+        "stages",
         "image",
         "strict_loading",
         "sliding_windows",
     }
 )
 
-_engines: OrderedDict[tuple[tuple[str, Any], ...], Any] = OrderedDict()
+_engines: OrderedDict[tuple[tuple[str, Any], ...], tuple[Any, StageTap]] = OrderedDict()
 
 
 class VLLMAdapter:
@@ -89,6 +96,7 @@ class VLLMAdapter:
     def __init__(self, model: ModelSource, options: Mapping[str, Any]) -> None:
         self._source, self._options = model, dict(options)
         self._llm: Any = None
+        self._tap: StageTap | None = None
         self._names: dict[str, str] = {}  # vLLM's request id → ours
         self._requests: dict[str, EngineRequest] = {}
         self._outputs: dict[str, EngineOutput] = {}
@@ -96,7 +104,9 @@ class VLLMAdapter:
     # ---- a minimal adapter ----------------------------------------------------------------------
 
     def __enter__(self) -> VLLMAdapter:
-        self._llm = _load(self._arguments(), keep=not self._source.sha256.startswith("damaged-"))
+        keep = not self._source.sha256.startswith("damaged-")
+        self._llm, self._tap = _load(self._arguments(), keep=keep)
+        self._tap.clear()
         _choose_detokenizer(slow=bool(self._options.get("slow_detokenizer", False)))
         self._llm.llm_engine.reset_mm_cache()
         self._llm.llm_engine.reset_prefix_cache()
@@ -157,7 +167,14 @@ class VLLMAdapter:
         except (ValueError, TypeError, OSError, NotImplementedError) as error:
             return engine_error(error)
         # vLLM returns an id with a random suffix, and answers by the id without it.
-        self._names[key.rpartition("-")[0] or key] = request.request_id
+        key = key.rpartition("-")[0] or key
+        self._names[key] = request.request_id
+        if request.capture and self._tap is not None:
+            # Children of a request for n sequences go by "index_id".
+            wanted = bool({"prompt_logits"} & request.capture) or request.forced_token_ids is not None
+            count = len(sequence_names(request.request_id, request.sampling))
+            for one in [key] if count == 1 else [f"{i}_{key}" for i in range(count)]:
+                self._tap.want(one, prompt_logits=wanted)
         self._requests[request.request_id] = request
         for name in sequence_names(request.request_id, request.sampling):
             self._outputs[name] = EngineOutput(name, "", False)
@@ -210,12 +227,28 @@ class VLLMAdapter:
         cached = sum(block.ref_cnt == 0 and block.block_hash is not None for block in blocks)
         return PoolState(len(blocks), len(blocks) - in_use - cached, cached, in_use)
 
+    def stages(self, request_id: str) -> Mapping[str, NDArray[np.generic]]:
+        if self._tap is None:
+            raise RuntimeError(_NOT_ENTERED)
+        name, _, index = request_id.partition("/")
+        request = self._requests[name]
+        [key] = [key for key, known in self._names.items() if known == name]
+        if (request.sampling.get("n") or 1) > 1:
+            key = f"{index or 0}_{key}"
+        found = self._tap.stages(key)
+        if request.forced_token_ids is not None and "prompt_logits" in found:
+            # Nothing was decoded: the rows that predict the forced ids are rows of the prompt.
+            first = len(request.prompt_token_ids or ()) - 1
+            count = len(self._outputs[request_id].token_ids or ())
+            found["logits"] = found.pop("prompt_logits")[first : first + count]
+        return found
+
     # ---- pieces ---------------------------------------------------------------------------------
 
     @property
     def _engine(self) -> Any:
         if self._llm is None:
-            raise RuntimeError("the adapter is not entered: use it in a `with` statement")
+            raise RuntimeError(_NOT_ENTERED)
         return self._llm.llm_engine
 
     def _finished(self, name: str) -> bool:
@@ -304,7 +337,7 @@ class VLLMAdapter:
             self._outputs[one.request_id] = one
 
 
-def _load(arguments: Mapping[str, Any], *, keep: bool) -> Any:
+def _load(arguments: Mapping[str, Any], *, keep: bool) -> tuple[Any, StageTap]:
     # Read while vllm is imported, so they must be set before.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -319,9 +352,11 @@ def _load(arguments: Mapping[str, Any], *, keep: bool) -> Any:
     while len(_engines) >= KEPT_ENGINES:
         _engines.popitem(last=False)
     llm = LLM(**arguments)
+    core = llm.llm_engine.engine_core.engine_core
+    loaded = (llm, StageTap(core.model_executor.driver_worker.worker.model_runner))
     if keep:
-        _engines[key] = llm
-    return llm
+        _engines[key] = loaded
+    return loaded
 
 
 def _choose_detokenizer(*, slow: bool) -> None:
@@ -338,7 +373,7 @@ _vllms_choice: dict[str, Any] = {}
 
 def _forget(llm: Any) -> None:
     """Do not use this engine again: something went wrong inside of it."""
-    for key in [key for key, kept in _engines.items() if kept is llm]:
+    for key in [key for key, (kept, _) in _engines.items() if kept is llm]:
         del _engines[key]
 
 
