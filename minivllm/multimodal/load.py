@@ -220,4 +220,4 @@ def _from_array(array: np.ndarray[Any, Any]) -> Image.Image:
 
 
 def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else text[:77] + "…")
+    return repr(text if len(text) <= 80 else f"{text[:20]}…{text[-59:]}")  # a path ends in its name

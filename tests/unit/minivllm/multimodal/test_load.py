@@ -103,7 +103,8 @@ def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_a_text_renamed_png_is_no_image(tmp_path: Path) -> None:
-    path = tmp_path / "note.png"
+    path = tmp_path / ("deep-" * 20) / "note.png"  # the message names the file however long the path
+    path.parent.mkdir()
     path.write_text("Dear reader, this is not a picture.")
     with pytest.raises(BadMedia, match=r"note\.png.* no image format .*b'Dear reader"):
         load_image(path)
