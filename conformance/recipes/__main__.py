@@ -10,10 +10,8 @@ from pathlib import Path
 from conformance.manifest import sign
 from conformance.recipes.build import MECHANICS, build
 from conformance.recipes.pictures import write_pictures
-from conformance.recipes.recall import NAME as RECALL
-from conformance.recipes.recall import SUMMARY as RECALL_SUMMARY
-from conformance.recipes.recall_training import Settings, make_recall_model, train, write_recall
 from conformance.recipes.search import search
+from conformance.recipes.trained import TRAINED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,10 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     builder = commands.add_parser("build", help="build a checkpoint of random weights, equal to the bit")
     builder.add_argument("name", choices=sorted(MECHANICS))
     builder.add_argument("--out", type=Path, required=True, help="directory to create")
-    trainer = commands.add_parser("train", help=f"train {RECALL} anew, in minutes; the weights will differ")
+    trainer = commands.add_parser("train", help="train a checkpoint anew; the weights will differ")
+    trainer.add_argument("name", choices=sorted(TRAINED))
     trainer.add_argument("--out", type=Path, required=True, help="directory to create")
-    trainer.add_argument("--steps", type=int, default=Settings.steps, help="optimiser steps")
-    trainer.add_argument("--seed", type=int, default=Settings.seed, help="of initial weights and data")
+    trainer.add_argument("--steps", type=int, help="optimiser steps of the longest phase")
+    trainer.add_argument("--seed", type=int, default=0, help="of initial weights and data")
     searcher = commands.add_parser("search", help="score seeds of a recipe")
     searcher.add_argument("name", choices=sorted(MECHANICS))
     searcher.add_argument("--seeds", type=int, default=10, help="how many seeds to try, from 0")
@@ -41,15 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "list":
         for recipe in MECHANICS.values():
             print(f"{recipe.name:20} {recipe.summary}")
-        print(f"{RECALL:20} {RECALL_SUMMARY}")
+        for name, trained in TRAINED.items():
+            print(f"{name:20} {trained.summary}")
     elif options.command == "build":
         build(options.name, options.out)
         print(f"wrote {options.out}")
     elif options.command == "train":
-        settings = Settings(steps=options.steps, seed=options.seed)
-        model = make_recall_model(settings.seed)
-        losses = train(model, settings, lambda step, loss: print(f"step {step}: loss {loss:.4f}", flush=True))
-        write_recall(options.out, model, settings, losses)
+        TRAINED[options.name].train(options.out, options.seed, options.steps, _report)
         print(f"wrote {options.out}")
     elif options.command == "pictures":
         paths = write_pictures(options.out)
@@ -59,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for result in search(MECHANICS[options.name], range(options.seeds)):
             print(f"seed {result.seed}: smallest margin {result.min_margin:.4f}, distinct {result.distinct}")
     return 0
+
+
+def _report(phase: str, step: int, loss: float) -> None:
+    print(f"{phase}, step {step}: loss {loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,14 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+
+from conformance.recipes.scenes import DIGITS, paint, scene_of
+from conformance.recipes.visual_recall import draw_grid
 
 __all__ = ["BROKEN", "PICTURES", "draw", "write_pictures"]
 
@@ -26,13 +30,6 @@ Colour = tuple[int, int, int]
 
 RED, BLUE, GREEN, YELLOW = (210, 30, 40), (30, 60, 200), (20, 150, 70), (240, 210, 40)
 WHITE, BLACK, GREY, PURPLE = (250, 250, 250), (12, 12, 12), (130, 135, 140), (120, 40, 160)
-
-#: Five columns by seven rows per digit, one string of bits per row.
-_DIGITS: Mapping[str, tuple[str, ...]] = {
-    "2": ("01110", "10001", "00001", "00110", "01000", "10000", "11111"),
-    "4": ("00010", "00110", "01010", "10010", "11111", "00010", "00010"),
-    "7": ("11111", "00001", "00010", "00100", "01000", "01000", "01000"),
-}
 
 
 def canvas(width: int, height: int, colour: Colour) -> Pixels:
@@ -65,7 +62,7 @@ def stripes(pixels: Pixels, period: int, colour: Colour) -> None:
 
 
 def digit(pixels: Pixels, which: str, x: int, y: int, scale: int, colour: Colour) -> None:
-    for row, bits in enumerate(_DIGITS[which]):
+    for row, bits in enumerate(DIGITS[which]):
         for column, bit in enumerate(bits):
             if bit == "1":
                 box(pixels, x + column * scale, y + row * scale, scale, scale, colour)
@@ -98,13 +95,13 @@ def _green_triangle() -> Pixels:
 
 def _yellow_seven() -> Pixels:
     pixels = canvas(84, 56, PURPLE)
-    digit(pixels, "7", 50, 6, 5, YELLOW)
+    digit(pixels, "seven", 50, 6, 5, YELLOW)
     return mark(pixels)
 
 
 def _square_four() -> Pixels:
     pixels = canvas(56, 56, YELLOW)
-    digit(pixels, "4", 6, 8, 5, BLUE)
+    digit(pixels, "four", 6, 8, 5, BLUE)
     return mark(pixels, BLACK)
 
 
@@ -117,13 +114,13 @@ def _striped() -> Pixels:
 
 def _wide() -> Pixels:
     pixels = canvas(200, 40, BLUE)
-    digit(pixels, "2", 150, 4, 4, WHITE)
+    digit(pixels, "two", 150, 4, 4, WHITE)
     return mark(pixels, YELLOW)
 
 
 def _tall() -> Pixels:
     pixels = canvas(40, 200, GREEN)
-    digit(pixels, "7", 8, 20, 4, BLACK)
+    digit(pixels, "seven", 8, 20, 4, BLACK)
     return mark(pixels)
 
 
@@ -149,6 +146,17 @@ def _noise(width: int, height: int) -> Pixels:
     """The same bytes whatever the shape; width × height must be 112 × 84."""
     values = np.arange(112 * 84 * 3, dtype=np.uint64)
     return ((values * 2654435761 >> 13) % 251).astype(np.uint8).reshape(height, width, 3)
+
+
+def _scene(name: str) -> Pixels:
+    """The file name says what it shows: rows parted by "_and_", cells by "-", "none" for an empty one."""
+    cells = [[cell.replace("_", " ") for cell in row.split("-")] for row in name.split("_and_")]
+    return paint(scene_of(cells), Random(name))
+
+
+def _grid(name: str) -> Pixels:
+    rng = Random(name)
+    return paint(draw_grid(rng, _GRIDS[name]), rng)
 
 
 def _frame(number: int, width: int, height: int) -> Pixels:
@@ -198,6 +206,17 @@ def _rgb(make: Callable[[], Pixels]) -> Callable[[], Image.Image]:
     return lambda: Image.fromarray(make())
 
 
+_SCENES = (
+    "red_circle-none-blue_seven_and_none-green_square-none",
+    "none-none-none_and_none-yellow_cross-none",
+    "none-black_two-none_and_none-none-none",
+    "purple_ring-red_four_and_blue_cross-green_triangle_and_yellow_seven-black_square",
+    "blue_circle-none_and_none-purple_triangle_and_red_ring-none",
+)
+
+# Grids that the visual recall checkpoint reads.
+_GRIDS = {"three_rows": 3, "five_rows": 5}
+
 #: File name → the picture. The suffix says how it is stored; all but JPEG keep every pixel.
 PICTURES: Mapping[str, Callable[[], Image.Image]] = {
     "shapes/red_circle.png": _rgb(_red_circle),
@@ -214,6 +233,14 @@ PICTURES: Mapping[str, Callable[[], Image.Image]] = {
     "sizes/dot_1x1.png": _rgb(lambda: np.array([[RED]], np.uint8)),
     "sizes/noise_112x84.png": _rgb(lambda: _noise(112, 84)),
     "sizes/noise_84x112.png": _rgb(lambda: _noise(84, 112)),
+    **{
+        f"scenes/{name}.png": (lambda name=name: Image.fromarray(_scene(name)))  # type: ignore[misc]  # mypy cannot type a lambda default
+        for name in _SCENES
+    },
+    **{
+        f"grids/{name}.png": (lambda name=name: Image.fromarray(_grid(name)))  # type: ignore[misc]  # mypy cannot type a lambda default
+        for name in _GRIDS
+    },
     "modes/rgba.png": _rgb(lambda: _transparent(_striped()[:84, :112])),
     "modes/la.png": lambda: Image.fromarray(
         np.dstack([_grey(_red_circle()), _transparent(_red_circle())[..., 3]]), mode="LA"

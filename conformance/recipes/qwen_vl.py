@@ -8,13 +8,13 @@ from typing import Any
 from conformance.recipes.qwen import QWEN_ENDS, QWEN_SPECIAL, QWEN_SYSTEM_TURN
 from conformance.recipes.recipe import MechanicsRecipe, VisionParts
 
-__all__ = ["QWEN_VL_RECIPES"]
+__all__ = ["QWEN_VL_IDS", "QWEN_VL_RECIPES", "QWEN_VL_TURNS", "qwen2_vl_processor"]
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 # Content is a string or a list of parts; where a part's picture goes is where the part is.
-_TURNS = """\
+QWEN_VL_TURNS = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['content'] is string -%}
@@ -37,7 +37,7 @@ _TURNS = """\
 {%- endif -%}
 """
 
-_IDS: Mapping[str, Any] = {
+QWEN_VL_IDS: Mapping[str, Any] = {
     "image_token_id": QWEN_SPECIAL.ids["<|image_pad|>"],
     "video_token_id": QWEN_SPECIAL.ids["<|video_pad|>"],
     "vision_start_token_id": QWEN_SPECIAL.ids["<|vision_start|>"],
@@ -84,6 +84,11 @@ def _processor(
     }
 
 
+def qwen2_vl_processor() -> dict[str, Any]:
+    """processor_config.json of Qwen2-VL checkpoints."""
+    return _processor("Qwen2VL", "Qwen2VL", patch=14, mean=_CLIP_MEAN, std=_CLIP_STD)
+
+
 QWEN_VL_RECIPES: tuple[MechanicsRecipe, ...] = (
     MechanicsRecipe(
         name="tiny-qwen2-vl",
@@ -98,7 +103,7 @@ QWEN_VL_RECIPES: tuple[MechanicsRecipe, ...] = (
         },
         special=QWEN_SPECIAL,
         end_tokens=QWEN_ENDS,
-        chat_template=QWEN_SYSTEM_TURN + _TURNS,
+        chat_template=QWEN_SYSTEM_TURN + QWEN_VL_TURNS,
         seed=25,
         vision=VisionParts(
             vision_config={
@@ -108,8 +113,8 @@ QWEN_VL_RECIPES: tuple[MechanicsRecipe, ...] = (
                 "mlp_ratio": 2,
                 "num_heads": 2,
             },
-            processor=_processor("Qwen2VL", "Qwen2VL", patch=14, mean=_CLIP_MEAN, std=_CLIP_STD),
-            config={**_IDS, "tie_word_embeddings": False},
+            processor=qwen2_vl_processor(),
+            config={**QWEN_VL_IDS, "tie_word_embeddings": False},
         ),
     ),
     MechanicsRecipe(
@@ -124,7 +129,7 @@ QWEN_VL_RECIPES: tuple[MechanicsRecipe, ...] = (
         },
         special=QWEN_SPECIAL,
         end_tokens=QWEN_ENDS,
-        chat_template=QWEN_SYSTEM_TURN + _TURNS,
+        chat_template=QWEN_SYSTEM_TURN + QWEN_VL_TURNS,
         seed=20,
         vision=VisionParts(
             vision_config={
@@ -139,7 +144,7 @@ QWEN_VL_RECIPES: tuple[MechanicsRecipe, ...] = (
                 "tokens_per_second": 2,
             },
             processor=_processor("Qwen2_5_VL", "Qwen2VL", patch=14, mean=_CLIP_MEAN, std=_CLIP_STD),
-            config={**_IDS, "tie_word_embeddings": True},
+            config={**QWEN_VL_IDS, "tie_word_embeddings": True},
         ),
     ),
     MechanicsRecipe(
@@ -158,7 +163,7 @@ QWEN_VL_RECIPES: tuple[MechanicsRecipe, ...] = (
         },
         special=QWEN_SPECIAL,
         end_tokens=QWEN_ENDS,
-        chat_template=_TURNS,
+        chat_template=QWEN_VL_TURNS,
         seed=19,
         vision=VisionParts(
             vision_config={
@@ -179,7 +184,7 @@ QWEN_VL_RECIPES: tuple[MechanicsRecipe, ...] = (
                 # Here the budget is for the whole video, not for a frame.
                 size={"longest_edge": 256 * 32**2, "shortest_edge": 4 * 32**2},
             ),
-            config={**_IDS, "tie_word_embeddings": False},
+            config={**QWEN_VL_IDS, "tie_word_embeddings": False},
         ),
     ),
 )

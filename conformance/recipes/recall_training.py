@@ -41,7 +41,16 @@ from conformance.recipes.recall import (
     word_id,
 )
 
-__all__ = ["Batch", "Damage", "Settings", "make_batch", "make_recall_model", "train", "write_recall"]
+__all__ = [
+    "Batch",
+    "Damage",
+    "Settings",
+    "damaged",
+    "make_batch",
+    "make_recall_model",
+    "train",
+    "write_recall",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +246,7 @@ def _schedule(step: int, settings: Settings) -> float:
 
 
 def _loss(model: Any, batch: Batch, margin: float) -> Tensor:
-    with nullcontext() if batch.damage is None else _damaged(model, batch.damage):
+    with nullcontext() if batch.damage is None else damaged(model.model.layers, batch.damage):
         logits = model(batch.tokens[:, :-1], use_cache=False).logits
     asked = batch.targets >= 0
     logits, targets = logits[asked], batch.targets[asked]
@@ -246,8 +255,8 @@ def _loss(model: Any, batch: Batch, margin: float) -> Tensor:
 
 
 @contextmanager
-def _damaged(model: Any, damage: Damage) -> Iterator[None]:
-    """Within the context the k and v projections return spoilt entries."""
+def damaged(layers: Any, damage: Damage) -> Iterator[None]:
+    """Within the context the k and v projections of decoder layers return spoilt entries."""
 
     def hook(chosen: Tensor) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         row, position, donor = damage.row[chosen], damage.position[chosen], damage.donor[chosen]
@@ -259,7 +268,7 @@ def _damaged(model: Any, damage: Damage) -> Iterator[None]:
         return replace
 
     handles = []
-    for i, block in enumerate(model.model.layers):
+    for i, block in enumerate(layers):
         here = damage.layer == i
         handles.append(block.self_attn.k_proj.register_forward_hook(hook(here & damage.k)))
         handles.append(block.self_attn.v_proj.register_forward_hook(hook(here & damage.v)))

@@ -7,7 +7,7 @@ one token is often less than one character. The list tokenizer knows whole words
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -64,8 +64,11 @@ def training_sentences() -> Iterator[str]:
         yield from [sentence] * 40
 
 
-def text_tokenizer(special: SpecialTokens) -> Tokenizer:
-    """Train the byte-level BPE and add `special`. Equal arguments give equal bytes of JSON."""
+def text_tokenizer(special: SpecialTokens, sentences: Iterable[str] | None = None) -> Tokenizer:
+    """Train the byte-level BPE and add `special`. Equal arguments give equal bytes of JSON.
+
+    The merges are learnt from `sentences`; None: from `training_sentences`.
+    """
     tokenizer = Tokenizer(models.BPE())
     if special.qwen:
         from transformers import Qwen2Tokenizer
@@ -86,7 +89,7 @@ def text_tokenizer(special: SpecialTokens) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(training_sentences(), trainer)
+    tokenizer.train_from_iterator(training_sentences() if sentences is None else sentences, trainer)
     tokenizer.add_special_tokens(list(special.tokens))
     _add_bos(tokenizer, special.bos)
     return tokenizer

@@ -8,84 +8,32 @@ written, for every reader; the others are planted between two steps of the engin
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from conformance.recipes.recall import ALPHABET, answer_ids, prompt_ids
-from minivllm import EngineConfig, SamplingParams
-from minivllm.attention import KVCache
-from minivllm.engine import LLMEngine
+from tests.integration.kv_faults import ENTRY_KINDS, Fault, Rig, spoil_writes, swap_blocks_when_read
 
 LAYERS = 2
-ENTRY_KINDS = ("zeroed K", "zeroed V", "zeroed K+V", "stale K+V", "K+V of the slot before")
 
 
-@dataclass(frozen=True)
-class Fault:
-    """One damaged KV entry of the request of the same index."""
-
-    kind: str
-    layer: int
-    position: int
-
-
-class Rig:
-    """An engine over the recall checkpoint, and its paged cache to damage."""
+class ListRig(Rig):
+    """A rig over recall-llama whose requests are lists of words."""
 
     def __init__(self, checkpoints: Path, block_size: int, *, requests: int, length: int) -> None:
-        """Room for `requests` lists of `length` words at once: nothing is preempted, all is written once."""
-        self.engine = LLMEngine(
-            EngineConfig(
-                model=str(checkpoints / "recall-llama"),
-                dtype="bfloat16",
-                device="cpu",
-                block_size=block_size,
-                num_kv_blocks=1 + requests * -(-(3 * length + 4) // block_size),
-                max_num_seqs=requests,
-                max_num_batched_tokens=100_000,
-                enable_prefix_caching=False,
-                attention_backend="dense",
-            )
-        )
-        # Tests of faults reach into the engine on purpose: nothing public may damage its cache.
-        self.cache: KVCache = self.engine._runner._cache
-        self.block_size = block_size
+        """Room for `requests` lists of `length` words at once."""
+        super().__init__(checkpoints / "recall-llama", block_size, requests=requests, length=3 * length + 4)
 
-    def start(self, lists: Sequence[Sequence[int]]) -> None:
-        for i, words in enumerate(lists):
-            self.engine.add_request(
-                str(i),
-                {"prompt_token_ids": prompt_ids(words)},
-                SamplingParams(temperature=0, max_tokens=2 * len(words) + 2, ignore_eos=True),
-            )
-
-    def finish(self) -> dict[int, list[int]]:
-        tokens = {}
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                if output.finished:
-                    tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
-        return tokens
+    def ask(self, lists: Sequence[Sequence[int]]) -> None:
+        prompts = [{"prompt_token_ids": prompt_ids(words)} for words in lists]
+        self.start(prompts, [2 * len(words) + 2 for words in lists])
 
     def run(self, lists: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-        self.start(lists)
+        self.ask(lists)
         return self.finish()
-
-    def table(self, index: int) -> tuple[int, ...]:
-        return self.engine._scheduler.block_manager.block_table(str(index))
-
-    def slot(self, index: int, position: int) -> int:
-        return self.table(index)[position // self.block_size] * self.block_size + position % self.block_size
-
-    def entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer by slot: [slots, kv_heads, head_dim], views."""
-        return self.cache.keys[layer].flatten(0, 1), self.cache.values[layer].flatten(0, 1)
 
 
 def draw_lists(count: int, length: int, seed: object) -> list[list[int]]:
@@ -107,60 +55,9 @@ def deciding_positions(layer: int, length: int) -> list[int]:
     return list(range(period * 2)) if layer == 0 else list(range(1, period * 2 + 1))
 
 
-def spoil_writes(rig: Rig, faults: Sequence[Fault], monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """From now on, entry i of `faults` is wrong from the moment request i writes it. Counts firings."""
-    genuine, fired = rig.cache.write, Counter[int]()
-    before = [(k.clone(), v.clone()) for k, v in map(rig.entries, range(LAYERS))]
-
-    def write(layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        genuine(layer, slots, k, v)
-        written = set(slots.tolist())
-        keys, values = rig.entries(layer)
-        for i, fault in enumerate(faults):
-            if fault.layer != layer or str(i) not in rig.engine._scheduler.requests:
-                continue
-            if fault.position >= len(rig.table(i)) * rig.block_size:
-                continue
-            slot = rig.slot(i, fault.position)
-            if slot not in written:
-                continue
-            fired[i] += 1
-            if fault.kind in ("zeroed K", "zeroed K+V"):
-                keys[slot] = 0
-            if fault.kind in ("zeroed V", "zeroed K+V"):
-                values[slot] = 0
-            if fault.kind == "stale K+V":
-                keys[slot], values[slot] = before[layer][0][slot], before[layer][1][slot]
-            if fault.kind == "K+V of the slot before":
-                other = rig.slot(i, (fault.position or 2) - 1)  # BOS takes the entry after it
-                keys[slot], values[slot] = keys[other].clone(), values[other].clone()
-
-    monkeypatch.setattr(rig.cache, "write", write)
-    return fired
-
-
-def swap_blocks_when_read(
-    rig: Rig, pairs: Sequence[tuple[int, int]], layer: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From now on one layer reads two blocks of each request in each other's place (in its table)."""
-    genuine = rig.cache.gather
-
-    def gather(at: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        if at == layer:
-            blocks = torch.arange(rig.cache.num_blocks)
-            for i, (a, b) in enumerate(pairs):
-                if str(i) in rig.engine._scheduler.requests:
-                    table = rig.table(i)
-                    blocks[table[a]], blocks[table[b]] = table[b], table[a]
-            slots = blocks[slots // rig.block_size] * rig.block_size + slots % rig.block_size
-        return genuine(at, slots)
-
-    monkeypatch.setattr(rig.cache, "gather", gather)
-
-
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 def test_without_a_fault_every_answer_is_right(checkpoints: Path, block_size: int) -> None:
-    rig = Rig(checkpoints, block_size, requests=6, length=ALPHABET)
+    rig = ListRig(checkpoints, block_size, requests=6, length=ALPHABET)
     lists = [draw_lists(1, length, "none")[0] for length in (1, 2, 9, 20, 48, 62)]
     assert not any(caught(rig.run(lists), lists))
 
@@ -172,7 +69,7 @@ def test_at_least_nine_in_ten_single_faults_change_the_tokens(
     table: dict[tuple[str, int], list[bool]] = {}
     for block_size, length, every in ((4, 9, 3), (7, 24, 5), (16, 40, 11)):
         faults = list(entry_faults(length, every))
-        rig = Rig(checkpoints, block_size, requests=len(faults), length=length)
+        rig = ListRig(checkpoints, block_size, requests=len(faults), length=length)
         rig.run(draw_lists(len(faults), length, "earlier requests, for something stale"))
         lists = draw_lists(len(faults), length, length)
         with monkeypatch.context() as patch:
@@ -183,7 +80,7 @@ def test_at_least_nine_in_ten_single_faults_change_the_tokens(
             table.setdefault((fault.kind, fault.layer), []).append(hit)
 
     pairs = [(a, b) for b in range(8) for a in range(b)]
-    rig = Rig(checkpoints, 3, requests=len(pairs), length=24)
+    rig = ListRig(checkpoints, 3, requests=len(pairs), length=24)
     lists = draw_lists(len(pairs), 24, "swapped")
     with monkeypatch.context() as patch:
         swap_blocks_when_read(rig, pairs, 0, patch)
@@ -228,9 +125,9 @@ def test_damage_between_two_steps_shows_if_an_answer_still_rests_on_it(
         for steps in range(1, length + 1, 2)  # the first step computes the prompt
         for position in range(steps + 1, prompt + steps - 1, 3)
     ]
-    rig = Rig(checkpoints, 4, requests=len(cases), length=length)
+    rig = ListRig(checkpoints, 4, requests=len(cases), length=length)
     lists = draw_lists(len(cases), length, damage.__name__)
-    rig.start(lists)
+    rig.ask(lists)
     for step in range(1, length + 1):
         rig.engine.step()
         for i, (steps, position) in enumerate(cases):
@@ -242,9 +139,9 @@ def test_damage_between_two_steps_shows_if_an_answer_still_rests_on_it(
 
 
 def test_blocks_exchanged_between_two_requests_show_in_both(checkpoints: Path) -> None:
-    rig = Rig(checkpoints, 4, requests=40, length=20)
+    rig = ListRig(checkpoints, 4, requests=40, length=20)
     lists = draw_lists(40, 20, "exchange")
-    rig.start(lists)
+    rig.ask(lists)
     rig.engine.step()
     for i in range(0, 40, 2):
         block = i % 5
@@ -261,7 +158,7 @@ def test_swapping_blocks_in_the_last_layer_is_an_equivalent_mutant(
     order matters only to the causal mask. In the last layer only the last row of the prompt and
     the rows after it are used, and these may see all entries: no mask, no order, no difference."""
     lists = draw_lists(6, 20, "equivalent")
-    rig = Rig(checkpoints, 4, requests=6, length=20)
+    rig = ListRig(checkpoints, 4, requests=6, length=20)
     pairs = [(a, b) for b in range(1, 4) for a in range(b)]
     swap_blocks_when_read(rig, pairs, LAYERS - 1, monkeypatch)
     assert not any(caught(rig.run(lists), lists))

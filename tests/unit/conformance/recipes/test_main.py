@@ -9,12 +9,13 @@ import pytest
 
 from conformance.recipes.__main__ import main
 from conformance.recipes.build import MECHANICS
+from conformance.recipes.trained import TRAINED
 
 
 def test_list_names_every_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     named = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert named == [*MECHANICS, "recall-llama"]
+    assert named == [*MECHANICS, *TRAINED]
 
 
 def test_build_writes_the_named_checkpoint(tmp_path: Path) -> None:
@@ -23,10 +24,15 @@ def test_build_writes_the_named_checkpoint(tmp_path: Path) -> None:
     assert facts["name"] == "tiny-llama-yarn"
 
 
-def test_train_writes_a_recall_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--out", str(tmp_path), "--steps", "1", "--seed", "3"]) == 0
+@pytest.mark.parametrize("name", list(TRAINED))
+def test_train_writes_the_named_checkpoint(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", name, "--out", str(tmp_path), "--steps", "1", "--seed", "3"]) == 0
     facts = json.loads((tmp_path / "RECIPE.json").read_text(encoding="utf-8"))
-    assert (facts["training"]["steps"], facts["training"]["seed"]) == (1, 3)
+    assert facts["name"] == name
+    assert facts["training"]["seed"] == 3
+    assert {v for k, v in facts["training"].items() if k.endswith("steps")} == {1}
     assert "wrote" in capsys.readouterr().out
 
 

@@ -1,0 +1,357 @@
+"""Trains the meaning checkpoint on one CPU thread, in four phases.
+
+1. The decoder alone: where the visual token of a cell will be it is shown the sum of the embeddings
+   of the cell's two words, colour and shape. Steps are cheap, and most of what is to be learnt is here.
+2. The same, with more of the questions whose answer is a word or two: alone they are learnt late.
+3. The tower alone: its visual tokens must be these sums.
+4. Both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from conformance.recipes.build import write_checkpoint
+from conformance.recipes.meaning import (
+    HELD_OUT,
+    NAME,
+    PROCESSOR,
+    SUMMARY,
+    TEXT_CONFIG,
+    VISION_CONFIG,
+    held_out,
+    make_meaning_tokenizer,
+    paint_example,
+    patches,
+    row_of,
+)
+from conformance.recipes.phases import Report, run_phase
+from conformance.recipes.qwen import QWEN_ENDS, QWEN_SPECIAL
+from conformance.recipes.qwen_vl import QWEN_VL_IDS
+from conformance.recipes.scenes import (
+    COLOURS,
+    GRIDS,
+    NOTHING,
+    SHAPES,
+    TASKS,
+    Example,
+    Scene,
+    draw_example,
+    draw_scene,
+    paint,
+)
+
+__all__ = [
+    "Batch",
+    "Settings",
+    "collate",
+    "encode",
+    "loss_of",
+    "make_batch",
+    "make_meaning_model",
+    "measure",
+    "sums",
+    "train",
+    "write_meaning",
+]
+
+# How often each task is drawn. Long answers say most about what attends to what, so they come first.
+_LISTS = {"caption": 8.0, "count": 1.0, "colour": 2.0, "place": 2.0, "two": 1.0, "copy": 2.0}
+_QUESTIONS = {"caption": 3.0, "count": 2.0, "colour": 3.0, "place": 3.0, "two": 0.5, "copy": 0.5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that decides a training run. The committed weights came from the defaults.
+
+    Attributes:
+        decoder_steps, question_steps, tower_steps, joint_steps: of the four phases.
+        examples: per step.
+        learning_rate: its peak; half of it in phase 2, a quarter in phase 4.
+        held: part of phases 1 and 2 before the rate begins to fall.
+        noise: what is added to the sums in phases 1 and 2, in standard deviations of an embedding.
+        seed: of initial weights and of data.
+    """
+
+    decoder_steps: int = 2400
+    question_steps: int = 1200
+    tower_steps: int = 500
+    joint_steps: int = 400
+    examples: int = 20
+    learning_rate: float = 3e-3
+    held: float = 0.4
+    noise: float = 0.2
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Examples whose pictures all have the same grid, padded on the right.
+
+    Attributes:
+        tokens: [batch, length] ids.
+        positions: [3, batch, length].
+        targets: [batch, length] the id to predict from each position, -100 where nothing is asked.
+        pixels: [pictures, patches, 1176], in prompt order.
+        words: [2, pictures × cells] ids of colour's and shape's words; twice "nothing" in empty cells.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    targets: Tensor
+    pixels: Tensor
+    words: Tensor
+    grid: tuple[int, int]
+
+
+def make_meaning_model(seed: int) -> Any:
+    """An untrained model: matrices of standard deviation 1 / sqrt(fan in), biases zero."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.Qwen2VLConfig(
+        text_config=dict(TEXT_CONFIG),
+        vision_config=dict(VISION_CONFIG),
+        **QWEN_VL_IDS,
+        tie_word_embeddings=True,
+    )
+    config._attn_implementation = "sdpa"
+    model = transformers.Qwen2VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=1 / math.sqrt(parameter[0].numel()))
+    return model
+
+
+def make_batch(
+    rng: Random,
+    tokenizer: Any,
+    examples: int,
+    *,
+    painted: bool = True,
+    weights: Mapping[str, float] = _QUESTIONS,
+) -> Batch:
+    """Draw examples of all tasks over pictures of one grid; without pixels if not `painted`.
+
+    `weights` says how often each task is drawn.
+    """
+    grid = rng.choice(GRIDS)
+    tasks = rng.choices(list(weights), list(weights.values()), k=examples)
+    drawn = [draw_example(rng, task, *grid) for task in tasks]
+    pictures = [picture for example in drawn for picture in paint_example(example, rng)] if painted else []
+    return collate(drawn, pictures, tokenizer, grid)
+
+
+def collate(
+    examples: Sequence[Example],
+    pictures: Sequence[NDArray[np.uint8]],
+    tokenizer: Any,
+    grid: tuple[int, int],
+) -> Batch:
+    """The batch of `examples`, whose `pictures` in order are all of `grid`."""
+    rows = [row_of(example, tokenizer) for example in examples]
+    shape = (len(rows), max(len(row.tokens) for row in rows))
+    tokens = torch.full(shape, TEXT_CONFIG["pad_token_id"])
+    targets = torch.full(shape, -100)
+    positions = torch.zeros((3, *shape), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        n = len(row.tokens)
+        tokens[i, :n] = torch.tensor(row.tokens)
+        targets[i, row.prompt - 1 : n - 1] = tokens[i, row.prompt : n]
+        positions[:, i, :n] = torch.from_numpy(row.positions)
+    scenes = [scene for example in examples for scene in example.scenes]
+    return Batch(
+        tokens, positions, targets, torch.from_numpy(patches(pictures)), _words(scenes, tokenizer), grid
+    )
+
+
+def encode(tower: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The tower on pictures of one size at once, as on each alone: [pictures × cells, hidden]."""
+    rows, columns = grid
+    n = len(pixels)
+    if n == 0:
+        return pixels.new_zeros((0, tower.config.hidden_size))
+    x = functional.linear(pixels, tower.patch_embed.proj.weight.flatten(1))
+    cos, sin = _rotation(tower, rows, columns, x)
+    for block in tower.blocks:
+        attention = block.attn
+        qkv = attention.qkv(block.norm1(x)).view(n, x.shape[1], 3, attention.num_heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v)
+        x = x + attention.proj(y.transpose(1, 2).flatten(2))
+        x = x + block.mlp(block.norm2(x))
+    merged: Tensor = tower.merger(x)
+    return merged
+
+
+def sums(model: Any, words: Tensor) -> Tensor:
+    """What visual tokens are to be: [cells, hidden] for `words` [2, cells]."""
+    embedded: Tensor = model.model.language_model.embed_tokens(words)
+    return embedded.sum(dim=0)
+
+
+def loss_of(model: Any, batch: Batch, visual: Tensor) -> Tensor:
+    """Cross-entropy over the tokens of the answers."""
+    asked = batch.targets >= 0
+    return functional.cross_entropy(model.lm_head(_hidden(model, batch, visual)[asked]), batch.targets[asked])
+
+
+@torch.no_grad()
+def measure(model: Any, per_task: int, seed: str = HELD_OUT) -> dict[str, float]:
+    """Part of held-out examples of each task whose whole answer is right, as greedy decoding gives it.
+
+    One pass tells: an answer is generated token for token exactly if each of its tokens is the
+    likeliest after those before it.
+    """
+    tokenizer = make_meaning_tokenizer()
+    groups: dict[tuple[str, tuple[int, int]], list[tuple[Example, list[NDArray[np.uint8]]]]] = {}
+    for i, (example, pictures) in enumerate(held_out(per_task, seed)):
+        groups.setdefault((example.task, GRIDS[i % per_task % len(GRIDS)]), []).append((example, pictures))
+    right = dict.fromkeys(TASKS, 0)
+    for (task, grid), group in groups.items():
+        drawn, pictures = [e for e, _ in group], [p for _, ps in group for p in ps]
+        batch = collate(drawn, pictures, tokenizer, grid)
+        visual = encode(model.model.visual, batch.pixels, batch.grid)
+        best = model.lm_head(_hidden(model, batch, visual)).argmax(dim=-1)
+        right[task] += int(((best == batch.targets) | (batch.targets < 0)).all(dim=1).sum())
+    return {task: count / per_task for task, count in right.items()}
+
+
+def train(model: Any, settings: Settings, report: Report | None = None) -> list[float]:
+    """Train in place, all phases; returns the loss of every step of the last.
+
+    Weights are rounded to bfloat16 values at the end (kept as float32).
+    """
+    tokenizer = make_meaning_tokenizer()
+    generator = torch.Generator().manual_seed(settings.seed)
+    tower = list(model.model.visual.parameters())
+    decoder = list(model.model.language_model.parameters())
+    embeddings = model.model.language_model.embed_tokens.weight
+
+    def decoder_loss(rng: Random, weights: Mapping[str, float]) -> Tensor:
+        batch = make_batch(rng, tokenizer, settings.examples, painted=False, weights=weights)
+        visual = sums(model, batch.words)
+        # The tower will not hit the sums exactly.
+        noise = torch.randn(visual.shape, generator=generator) * embeddings.detach().std() * settings.noise
+        return loss_of(model, batch, visual + noise)
+
+    def lists_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
+        return decoder_loss(rng, _LISTS)
+
+    def questions_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
+        return decoder_loss(rng, _QUESTIONS)
+
+    def tower_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
+        grid = rng.choice(GRIDS)
+        scenes = [
+            draw_scene(rng, *grid, rng.randint(1, min(len(SHAPES), grid[0] * grid[1])))
+            for _ in range(settings.examples)
+        ]
+        pixels = torch.from_numpy(patches([paint(scene, rng) for scene in scenes]))
+        wanted = sums(model, _words(scenes, tokenizer)).detach()
+        return (encode(model.model.visual, pixels, grid) - wanted).square().mean() / wanted.var()
+
+    def joint_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
+        batch = make_batch(rng, tokenizer, settings.examples)
+        return loss_of(model, batch, encode(model.model.visual, batch.pixels, batch.grid))
+
+    def phase(
+        name: str, loss: Any, parameters: list[Any], steps: int, rate: float, held: float
+    ) -> list[float]:
+        return run_phase(
+            name, loss, parameters, steps=steps, rate=rate, held=held, seed=settings.seed, report=report
+        )
+
+    rate = settings.learning_rate
+    model.train()
+    phase("decoder", lists_loss, decoder, settings.decoder_steps, rate, settings.held)
+    phase("questions", questions_loss, decoder, settings.question_steps, rate / 2, settings.held)
+    phase("tower", tower_loss, tower, settings.tower_steps, rate, 0.0)
+    losses = phase("joint", joint_loss, [*decoder, *tower], settings.joint_steps, rate / 4, 0.0)
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    return losses
+
+
+def write_meaning(
+    directory: Path, model: Any, settings: Settings, losses: Sequence[float], per_task: int = 200
+) -> None:
+    """Write a trained model, in bfloat16, as a checkpoint directory. It is not rebuilt to the bit.
+
+    Its accuracy is measured on `per_task` held-out examples of each task, and stated.
+    """
+    import transformers
+
+    accuracy = measure(model, per_task)
+
+    model = model.to(torch.bfloat16)
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=[QWEN_SPECIAL.ids[token] for token in QWEN_ENDS],
+        pad_token_id=TEXT_CONFIG["pad_token_id"],
+        do_sample=False,
+    )
+    facts = {
+        "kind": "meaning",
+        "dtypes": ["float32", "bfloat16"],
+        "training": asdict(settings),
+        "final_loss": sum(losses[-100:]) / len(losses[-100:]),
+        "accuracy": {"seed": HELD_OUT, "examples": per_task, **accuracy},
+    }
+    write_checkpoint(directory, NAME, SUMMARY, model, make_meaning_tokenizer(), facts, PROCESSOR)
+
+
+def _hidden(model: Any, batch: Batch, visual: Tensor) -> Tensor:
+    """The decoder's last hidden states: [batch, length, hidden]."""
+    decoder = model.model.language_model
+    hidden = decoder.embed_tokens(batch.tokens)
+    rows, columns = (batch.tokens == QWEN_VL_IDS["image_token_id"]).nonzero(as_tuple=True)
+    hidden = hidden.index_put((rows, columns), visual)
+    last: Tensor = decoder(
+        inputs_embeds=hidden, position_ids=batch.positions, use_cache=False
+    ).last_hidden_state
+    return last
+
+
+def _words(scenes: Sequence[Scene], tokenizer: Any) -> Tensor:
+    """See Batch.words; of a word of several tokens the last: that is the digit."""
+
+    def ids(words: Sequence[str]) -> list[int]:
+        return [tokenizer.encode(f" {word}", add_special_tokens=False)[-1] for word in words]
+
+    colours, shapes, nothing = ids(list(COLOURS)), ids(SHAPES), ids([NOTHING])[0]
+    cells = [cell for scene in scenes for cell in scene.cells]
+    return torch.tensor(
+        [
+            [nothing if cell is None else colours[cell[0]] for cell in cells],
+            [nothing if cell is None else shapes[cell[1]] for cell in cells],
+        ],
+        dtype=torch.int64,
+    )
+
+
+def _rotation(tower: Any, rows: int, columns: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """cos, sin: [patches, head_dim]; patches that are merged stand side by side."""
+    block, corner = np.divmod(np.arange(4 * rows * columns), 4)
+    height = 2 * (block // columns) + corner // 2
+    width = 2 * (block % columns) + corner % 2
+    cos, sin = tower.rotary_pos_emb(x, torch.from_numpy(np.stack([height, width], axis=0)).T)
+    return cos, sin
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin

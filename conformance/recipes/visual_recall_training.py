@@ -1,0 +1,248 @@
+"""Trains the visual recall checkpoint on one CPU thread, in three phases.
+
+1. The decoder alone, shown the embedding of each cell's word where the visual token will be.
+2. The tower alone: its visual tokens must be these embeddings.
+3. Both, with a margin, and with spoilt KV entries whose words must be answered by ` lost`
+   (`recall_training` says why; half of the sequences have some from the middle of phase 1 on).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from conformance.recipes.build import write_checkpoint
+from conformance.recipes.meaning import patches, row_of
+from conformance.recipes.meaning_training import encode
+from conformance.recipes.phases import Report, run_phase
+from conformance.recipes.qwen import QWEN_ENDS, QWEN_SPECIAL
+from conformance.recipes.qwen_vl import QWEN_VL_IDS
+from conformance.recipes.recall_training import Damage, damaged
+from conformance.recipes.scenes import Example, Scene, paint
+from conformance.recipes.visual_recall import (
+    COLUMNS,
+    LAYERS,
+    LOST,
+    NAME,
+    PROCESSOR,
+    QUESTION,
+    ROWS,
+    SUMMARY,
+    TEXT_CONFIG,
+    VISION_CONFIG,
+    answer,
+    draw_grid,
+    make_visual_recall_tokenizer,
+)
+
+__all__ = [
+    "GridBatch",
+    "GridSettings",
+    "make_grid_batch",
+    "make_visual_recall_model",
+    "train_visual_recall",
+    "write_visual_recall",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridSettings:
+    """Everything that decides a training run. The committed weights came from the defaults.
+
+    Attributes:
+        decoder_steps, tower_steps, joint_steps: of the three phases.
+        faults_from: part of the first phase after which the margin is asked for, and half of the
+            sequences have spoilt entries.
+        learning_rate: its peak in phases 1 and 2; a quarter of it in phase 3.
+        grids: pictures per step.
+        margin: nats by which the right logit must lead before the loss counts it as right.
+        noise: what is added to the embeddings in phase 1, in standard deviations of an embedding.
+        seed: of initial weights and of data.
+    """
+
+    decoder_steps: int = 6000
+    tower_steps: int = 1000
+    joint_steps: int = 1500
+    faults_from: float = 0.4
+    learning_rate: float = 3e-3
+    grids: int = 20
+    margin: float = 12.0
+    noise: float = 0.1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GridBatch:
+    """Grids of equally many rows.
+
+    Attributes:
+        tokens: [batch, length] ids of prompt, answer and end.
+        positions: [3, batch, length].
+        targets: [batch, length] the id to predict from each position, -100 where nothing is asked.
+        words: [batch, cells] the id of each cell's word.
+        first: column of the first visual token.
+    """
+
+    scenes: tuple[Scene, ...]
+    tokens: Tensor
+    positions: Tensor
+    targets: Tensor
+    words: Tensor
+    first: int
+    damage: Damage | None
+
+
+def make_visual_recall_model(seed: int) -> Any:
+    """An untrained model: matrices of standard deviation 1 / sqrt(fan in), biases zero."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.Qwen2VLConfig(
+        text_config=dict(TEXT_CONFIG),
+        vision_config=dict(VISION_CONFIG),
+        **QWEN_VL_IDS,
+        tie_word_embeddings=False,
+    )
+    config._attn_implementation = "sdpa"
+    model = transformers.Qwen2VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=1 / math.sqrt(parameter[0].numel()))
+    return model
+
+
+def make_grid_batch(rng: Random, tokenizer: Any, grids: int, *, faults: bool) -> GridBatch:
+    """Draw `grids` grids of equally many rows, and for half of them what to spoil."""
+    rows = rng.randint(*ROWS)
+    scenes = tuple(draw_grid(rng, rows) for _ in range(grids))
+    examples = [Example("read", (scene,), QUESTION, answer(scene)) for scene in scenes]
+    drawn = [row_of(example, tokenizer) for example in examples]
+    tokens = torch.tensor([row.tokens for row in drawn])
+    start, cells = drawn[0].prompt, rows * COLUMNS
+    words = tokens[:, start : start + cells]
+    targets = torch.full_like(tokens, -100)
+    targets[:, start - 1 : -1] = tokens[:, start:]
+    first = int((tokens[0] == QWEN_VL_IDS["image_token_id"]).nonzero()[0])
+    damage = _draw_damage(rng, grids, first, cells) if faults else None
+    if damage is not None:
+        [lost] = tokenizer.encode(LOST, add_special_tokens=False)
+        _expect_lost(targets, damage, start - first, lost)
+    positions = torch.stack([torch.from_numpy(row.positions) for row in drawn], dim=1)
+    return GridBatch(scenes, tokens, positions, targets, words, first, damage)
+
+
+def train_visual_recall(model: Any, settings: GridSettings, report: Report | None = None) -> list[float]:
+    """Train in place, all phases; returns the loss of every step of the last.
+
+    Weights are rounded to bfloat16 values at the end (kept as float32).
+    """
+    tokenizer = make_visual_recall_tokenizer()
+    generator = torch.Generator().manual_seed(settings.seed)
+    tower = list(model.model.visual.parameters())
+    decoder = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
+    embed = model.model.language_model.embed_tokens
+
+    def decoder_loss(step: int, rng: Random) -> Tensor:
+        late = step >= settings.faults_from * settings.decoder_steps
+        batch = make_grid_batch(rng, tokenizer, settings.grids, faults=late)
+        visual = embed(batch.words)
+        # The tower will not hit the embeddings exactly.
+        noise = torch.randn(visual.shape, generator=generator) * visual.detach().std() * settings.noise
+        return _loss(model, batch, visual + noise, settings.margin if late else 0.0)
+
+    def tower_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
+        batch = make_grid_batch(rng, tokenizer, settings.grids // 2, faults=False)
+        wanted: Tensor = embed(batch.words).detach()
+        return (_see(model, batch, rng) - wanted).square().mean() / wanted.var()
+
+    def joint_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
+        batch = make_grid_batch(rng, tokenizer, settings.grids, faults=True)
+        return _loss(model, batch, _see(model, batch, rng), settings.margin)
+
+    def phase(name: str, loss: Any, parameters: list[Any], steps: int, rate: float) -> list[float]:
+        return run_phase(name, loss, parameters, steps=steps, rate=rate, seed=settings.seed, report=report)
+
+    model.train()
+    phase("decoder", decoder_loss, decoder, settings.decoder_steps, settings.learning_rate)
+    phase("tower", tower_loss, tower, settings.tower_steps, settings.learning_rate)
+    losses = phase("joint", joint_loss, [*decoder, *tower], settings.joint_steps, settings.learning_rate / 4)
+    model.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    return losses
+
+
+def write_visual_recall(directory: Path, model: Any, settings: GridSettings, losses: Sequence[float]) -> None:
+    """Write a trained model, in bfloat16, as a checkpoint directory. It is not rebuilt to the bit."""
+    import transformers
+
+    model = model.to(torch.bfloat16)
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=[QWEN_SPECIAL.ids[token] for token in QWEN_ENDS],
+        pad_token_id=TEXT_CONFIG["pad_token_id"],
+        do_sample=False,
+    )
+    facts = {
+        "kind": "recall",
+        "dtypes": ["float32", "bfloat16"],
+        "training": asdict(settings),
+        "final_loss": sum(losses[-100:]) / len(losses[-100:]),
+    }
+    write_checkpoint(directory, NAME, SUMMARY, model, make_visual_recall_tokenizer(), facts, PROCESSOR)
+
+
+def _see(model: Any, batch: GridBatch, rng: Random) -> Tensor:
+    """Visual tokens of the batch's pictures: [batch, cells, hidden]."""
+    pixels = torch.from_numpy(patches([paint(scene, rng) for scene in batch.scenes]))
+    visual = encode(model.model.visual, pixels, (batch.scenes[0].rows, COLUMNS))
+    return visual.view(*batch.words.shape, -1)
+
+
+def _draw_damage(rng: Random, grids: int, first: int, cells: int) -> Damage:
+    """About one spoilt entry in eight, all in the second half of the sequences."""
+    entries = []
+    for _ in range(max(1, grids * cells // 8)):
+        kind = rng.randrange(4)  # K, V, both zeroed; both from the donor
+        position, donor = (first + rng.randrange(cells) for _ in range(2))
+        if kind != 3 or donor == position:
+            donor = -1
+        row = rng.randrange(grids // 2, grids)
+        entries.append((rng.randrange(LAYERS), row, position, donor, kind != 1, kind != 0))
+    return Damage(*(torch.tensor(column) for column in zip(*entries, strict=True)))
+
+
+def _expect_lost(targets: Tensor, damage: Damage, ahead: int, lost: int) -> None:
+    # `ahead`: from a visual token to its word. Layer 0 at p feeds the key of p + 1, whose word comes
+    # after p's; layer 1 at p feeds p's own word. The id to predict stands one column to the left.
+    first = damage.layer == 0
+    swapped = first & (damage.donor >= 0)
+    # p + 1 now also claims to follow the donor: two answers to one question, ask neither.
+    targets[damage.row[swapped], damage.donor[swapped] + ahead] = -100
+    targets[damage.row, damage.position + ahead - torch.where(first, 0, 1)] = lost
+
+
+def _loss(model: Any, batch: GridBatch, visual: Tensor, margin: float) -> Tensor:
+    decoder = model.model.language_model
+    hidden = decoder.embed_tokens(batch.tokens)
+    cells = batch.words.shape[1]
+    before, after = hidden[:, : batch.first], hidden[:, batch.first + cells :]
+    hidden = torch.cat([before, visual, after], dim=1)
+    with nullcontext() if batch.damage is None else damaged(decoder.layers, batch.damage):
+        hidden = decoder(
+            inputs_embeds=hidden, position_ids=batch.positions, use_cache=False
+        ).last_hidden_state
+    asked = batch.targets >= 0
+    logits, targets = model.lm_head(hidden[asked]), batch.targets[asked]
+    handicap = functional.one_hot(targets, logits.shape[-1]) * margin
+    return functional.cross_entropy(logits - handicap, targets)
