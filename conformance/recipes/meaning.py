@@ -166,7 +166,7 @@ def patches(pictures: Sequence[NDArray[np.uint8]]) -> NDArray[np.float32]:
     """
     if not pictures:
         return np.zeros((0, 4, 6 * PATCH * PATCH), np.float32)
-    values: NDArray[np.float32] = (np.stack(pictures).astype(np.float32) / 255 - _MEAN) / _STD
+    values: NDArray[np.float32] = (np.stack(pictures).astype(np.float32) / np.float32(255) - _MEAN) / _STD
     n, height, width, _ = values.shape
     blocks = values.reshape(n, height // CELL, 2, PATCH, width // CELL, 2, PATCH, 3)
     blocks = blocks.transpose(0, 1, 4, 2, 5, 7, 3, 6).reshape(n, -1, 3, 1, PATCH * PATCH)

@@ -1,16 +1,18 @@
-"""Trains the meaning checkpoint on one CPU thread, in four phases.
+"""Trains the meaning checkpoint on one CPU thread, in three phases.
 
 1. The decoder alone: where the visual token of a cell will be it is shown the sum of the embeddings
    of the cell's two words, colour and shape. Steps are cheap, and most of what is to be learnt is here.
-2. The same, with more of the questions whose answer is a word or two: alone they are learnt late.
-3. The tower alone: its visual tokens must be these sums.
-4. Both.
+2. The tower alone: its visual tokens must be these sums.
+3. Both.
+
+This is enough for long answers. Those of a word or two, to which few tokens of each batch belong, are
+learnt in part only: RECIPE.json states how many of each are right.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -67,8 +69,7 @@ __all__ = [
 ]
 
 # How often each task is drawn. Long answers say most about what attends to what, so they come first.
-_LISTS = {"caption": 8.0, "count": 1.0, "colour": 2.0, "place": 2.0, "two": 1.0, "copy": 2.0}
-_QUESTIONS = {"caption": 3.0, "count": 2.0, "colour": 3.0, "place": 3.0, "two": 0.5, "copy": 0.5}
+_WEIGHTS = {"caption": 8.0, "count": 1.0, "colour": 2.0, "place": 2.0, "two": 1.0, "copy": 2.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +77,17 @@ class Settings:
     """Everything that decides a training run. The committed weights came from the defaults.
 
     Attributes:
-        decoder_steps, question_steps, tower_steps, joint_steps: of the four phases.
+        decoder_steps, tower_steps, joint_steps: of the three phases.
         examples: per step.
-        learning_rate: its peak; half of it in phase 2, a quarter in phase 4.
-        held: part of phases 1 and 2 before the rate begins to fall.
-        noise: what is added to the sums in phases 1 and 2, in standard deviations of an embedding.
+        learning_rate: its peak; a quarter of it in phase 3.
+        held: part of phase 1 before the rate begins to fall.
+        noise: what is added to the sums in phase 1, in standard deviations of an embedding.
         seed: of initial weights and of data.
     """
 
     decoder_steps: int = 2400
-    question_steps: int = 1200
-    tower_steps: int = 500
-    joint_steps: int = 400
+    tower_steps: int = 400
+    joint_steps: int = 250
     examples: int = 20
     learning_rate: float = 3e-3
     held: float = 0.4
@@ -135,20 +135,10 @@ def make_meaning_model(seed: int) -> Any:
     return model
 
 
-def make_batch(
-    rng: Random,
-    tokenizer: Any,
-    examples: int,
-    *,
-    painted: bool = True,
-    weights: Mapping[str, float] = _QUESTIONS,
-) -> Batch:
-    """Draw examples of all tasks over pictures of one grid; without pixels if not `painted`.
-
-    `weights` says how often each task is drawn.
-    """
+def make_batch(rng: Random, tokenizer: Any, examples: int, *, painted: bool = True) -> Batch:
+    """Draw examples of all tasks over pictures of one grid; without pixels if not `painted`."""
     grid = rng.choice(GRIDS)
-    tasks = rng.choices(list(weights), list(weights.values()), k=examples)
+    tasks = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=examples)
     drawn = [draw_example(rng, task, *grid) for task in tasks]
     pictures = [picture for example in drawn for picture in paint_example(example, rng)] if painted else []
     return collate(drawn, pictures, tokenizer, grid)
@@ -240,18 +230,12 @@ def train(model: Any, settings: Settings, report: Report | None = None) -> list[
     decoder = list(model.model.language_model.parameters())
     embeddings = model.model.language_model.embed_tokens.weight
 
-    def decoder_loss(rng: Random, weights: Mapping[str, float]) -> Tensor:
-        batch = make_batch(rng, tokenizer, settings.examples, painted=False, weights=weights)
+    def decoder_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
+        batch = make_batch(rng, tokenizer, settings.examples, painted=False)
         visual = sums(model, batch.words)
         # The tower will not hit the sums exactly.
         noise = torch.randn(visual.shape, generator=generator) * embeddings.detach().std() * settings.noise
         return loss_of(model, batch, visual + noise)
-
-    def lists_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
-        return decoder_loss(rng, _LISTS)
-
-    def questions_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
-        return decoder_loss(rng, _QUESTIONS)
 
     def tower_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
         grid = rng.choice(GRIDS)
@@ -276,8 +260,7 @@ def train(model: Any, settings: Settings, report: Report | None = None) -> list[
 
     rate = settings.learning_rate
     model.train()
-    phase("decoder", lists_loss, decoder, settings.decoder_steps, rate, settings.held)
-    phase("questions", questions_loss, decoder, settings.question_steps, rate / 2, settings.held)
+    phase("decoder", decoder_loss, decoder, settings.decoder_steps, rate, settings.held)
     phase("tower", tower_loss, tower, settings.tower_steps, rate, 0.0)
     losses = phase("joint", joint_loss, [*decoder, *tower], settings.joint_steps, rate / 4, 0.0)
     model.eval()

@@ -120,10 +120,11 @@ def draw_example(rng: Random, task: str, rows: int, columns: int) -> Example:
         )
         number = sum(cell is not None and cell[0] == colour for cell in cells)
         question = f"How many are {_COLOUR_NAMES[colour]}?"
-        return Example(task, (Scene(rows, columns, cells),), question, f"Of {_COLOUR_NAMES[colour]}: {_NUMBERS[number]}")
+        answer = f"There are {_NUMBERS[number]}"
+        return Example(task, (Scene(rows, columns, cells),), question, answer)
     if task == "colour":
         colour, shape = rng.choice(present)
-        answer = f"The {SHAPES[shape]} is {_COLOUR_NAMES[colour]}"
+        answer = f"It is {_COLOUR_NAMES[colour]}"
         return Example(task, (scene,), f"What colour is the {SHAPES[shape]}?", answer)
     if task == "place":
         at = rng.choice([i for i, cell in enumerate(scene.cells) if cell is not None or rng.random() < 0.2])
@@ -131,7 +132,7 @@ def draw_example(rng: Random, task: str, rows: int, columns: int) -> Example:
         cell = scene.cells[at]
         place = f"{_ROWS[rows][row]} {_COLUMNS[columns][column]}"
         said = NOTHING if cell is None else _named(cell)
-        return Example(task, (scene,), f"What is at {place}?", f"At {place} is {said}")
+        return Example(task, (scene,), f"What is at {place}?", f"It is {said}")
     if task == "two":
         scenes = tuple(draw_scene(rng, rows, columns, 1) for _ in range(2))
         first, second = map(caption, scenes)

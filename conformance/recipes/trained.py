@@ -65,7 +65,6 @@ def _meaning(directory: Path, seed: int, steps: int | None, report: Report) -> N
         settings = Settings(
             seed=seed,
             decoder_steps=steps,
-            question_steps=_share(steps, settings.question_steps, settings.decoder_steps),
             tower_steps=_share(steps, settings.tower_steps, settings.decoder_steps),
             joint_steps=_share(steps, settings.joint_steps, settings.decoder_steps),
         )

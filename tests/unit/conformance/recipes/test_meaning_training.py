@@ -24,7 +24,7 @@ from conformance.recipes.meaning_training import (
 )
 from conformance.recipes.scenes import GRIDS, TASKS, draw_example, draw_scene, paint
 
-SHORT = Settings(decoder_steps=6, question_steps=2, tower_steps=30, joint_steps=3, examples=4)
+SHORT = Settings(decoder_steps=6, tower_steps=30, joint_steps=3, examples=4)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
