@@ -37,7 +37,7 @@ _PAGE_SIZE, _SMALLEST_PAGE = 16, 4
 #: Pages and tokens per step where a scenario does not say.
 _NUM_BLOCKS, _BATCH_TOKENS = 512, 512
 #: Seconds without any result after which a request counts as lost.
-_PATIENCE = 120.0
+_PATIENCE = 900.0
 
 
 class HFContinuousAdapter(HFAdapter):
