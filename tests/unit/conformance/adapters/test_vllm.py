@@ -1,0 +1,162 @@
+"""vLLM's adapter as far as it goes without vLLM: arguments, capabilities, conversion.
+
+With vLLM installed, test_contract.py runs it too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conformance.adapters import vllm
+from conformance.adapters.base import EngineRequest, ModelSource
+from conformance.adapters.vllm import VLLMAdapter
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> ModelSource:
+    return ModelSource("tiny", tmp_path, "w")
+
+
+def logprob(value: float, rank: int) -> Any:
+    return SimpleNamespace(logprob=value, rank=rank)
+
+
+def output(key: str = "0", index: int = 0, **changes: Any) -> Any:
+    completion = {
+        "index": index,
+        "text": "hi",
+        "token_ids": [4, 5],
+        "finish_reason": "stop",
+        "stop_reason": 5,
+        "logprobs": [{4: logprob(-2.0, 2), 9: logprob(-0.5, 1)}, {5: logprob(-0.1, 1)}],
+    }
+    completion |= {k: v for k, v in changes.items() if k in completion}
+    return SimpleNamespace(
+        request_id=key,
+        outputs=[SimpleNamespace(**completion)],
+        prompt_token_ids=[1, 2],
+        prompt_logprobs=changes.get("prompt_logprobs"),
+        num_cached_tokens=0,
+    )
+
+
+def adapter(source: ModelSource, request: EngineRequest, **options: Any) -> VLLMAdapter:
+    """One that has handed over the request as vLLM's request 0."""
+    made = VLLMAdapter(source, {"dtype": "float32", **options})
+    made._add = lambda _request: "0-deadbeef"  # type: ignore[method-assign]
+    assert made.submit(request) is None
+    return made
+
+
+def test_block_sizes_of_its_backend_are_honoured_others_are_no_option(
+    source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "_version", lambda: "0")
+    small = VLLMAdapter(source, {"dtype": "float32", "block_size": 4, "num_kv_blocks": 9})
+    assert not {"block_size", "num_kv_blocks"} & small.capabilities().options
+    assert "multiple of 32" in small.capabilities().missing["pool_size"]
+    assert small._arguments()["block_size"] == 32
+    assert small._arguments()["num_gpu_blocks_override"] == vllm._NUM_BLOCKS
+    large = VLLMAdapter(source, {"dtype": "float32", "block_size": 64, "num_kv_blocks": 9})
+    assert {"block_size", "num_kv_blocks"} <= large.capabilities().options
+    assert large._arguments()["block_size"] == 64
+    assert large._arguments()["num_gpu_blocks_override"] == 9
+
+
+def test_options_of_a_scenario_become_vllms(source: ModelSource) -> None:
+    given = {
+        "dtype": "float32",
+        "max_num_batched_tokens": 8,
+        "enable_prefix_caching": False,
+        "device": "auto",
+    }
+    arguments = VLLMAdapter(source, given)._arguments()
+    assert arguments["max_num_batched_tokens"] == 8
+    assert arguments["enable_prefix_caching"] is False
+    assert "device" not in arguments
+    assert all(
+        isinstance(value, str | int | bool) for value in arguments.values()
+    )  # a key of the kept engines
+
+
+def test_an_answer_is_taken_by_the_id_without_its_suffix(source: ModelSource) -> None:
+    made = adapter(source, EngineRequest("r", {"temperature": 0.0, "max_tokens": 2}, (1, 2)))
+    made._take(output(prompt_logprobs=[None, {2: logprob(-1.0, 1)}]))
+    made._take(output(key="17"))  # nobody's
+    [one] = made.outputs()
+    assert (one.request_id, one.text, one.token_ids, one.prompt_token_ids) == ("r", "hi", (4, 5), (1, 2))
+    assert (one.finish_reason, one.stop_reason, one.finished) == ("stop", 5, True)
+    assert one.logprobs is not None
+    assert [(e.token_id, e.rank) for e in one.logprobs[0]] == [(9, 1), (4, 2)]
+    assert one.prompt_logprobs is not None
+    assert one.prompt_logprobs[0] is None
+
+
+def test_sequences_of_one_request_have_outputs_of_their_own(source: ModelSource) -> None:
+    made = adapter(source, EngineRequest("r", {"temperature": 1.0, "max_tokens": 2, "n": 2}, (1, 2)))
+    made._take(output(index=1, text="second"))
+    first, second = made.outputs()
+    assert (first.request_id, first.finished) == ("r", False)
+    assert (second.request_id, second.text) == ("r/1", "second")
+    made._take(output(index=0))
+    assert made._finished("r")
+
+
+def test_forced_ids_are_judged_by_prompt_logprobs(source: ModelSource) -> None:
+    sampling = {"temperature": 0.0, "max_tokens": 8, "logprobs": 2}
+    made = adapter(source, EngineRequest("r", sampling, (1, 2), forced_token_ids=(7, 8)))
+    rows = [None, {2: logprob(-1.0, 1)}, {7: logprob(-3.0, 2), 6: logprob(-0.2, 1)}, {8: logprob(-0.1, 1)}]
+    made._take(output(token_ids=[3], prompt_logprobs=rows))
+    [one] = made.outputs()
+    assert one.token_ids == (7, 8)
+    assert one.choice_token_ids == (6, 8)
+    assert one.prompt_token_ids == (1, 2)
+    assert one.logprobs is not None
+    assert [e.token_id for e in one.logprobs[0]] == [6, 7]
+
+
+def test_an_abort_keeps_what_there_was(source: ModelSource) -> None:
+    made = adapter(source, EngineRequest("r", {"temperature": 0.0, "max_tokens": 9}, (1, 2)))
+    aborted: list[list[str]] = []
+    made._llm = SimpleNamespace(llm_engine=SimpleNamespace(abort_request=aborted.append))
+    made._take(output(finish_reason=None))
+    made.abort("r")
+    assert aborted == [["0"]]
+    [one] = made.outputs()
+    assert (one.token_ids, one.finish_reason, one.finished) == ((4, 5), "abort", True)
+
+
+def test_a_refusal_has_the_name_everybody_knows(source: ModelSource) -> None:
+    class TheirOwnError(ValueError):
+        pass
+
+    def refuse(_request: EngineRequest) -> str:
+        raise TheirOwnError("top_p must be in (0, 1]")
+
+    made = VLLMAdapter(source, {"dtype": "float32"})
+    made._add = refuse  # type: ignore[method-assign]
+    error = made.submit(EngineRequest("r", {"temperature": 0.0, "max_tokens": 1}, (1,)))
+    assert error is not None
+    assert (error.type, error.message) == ("ValueError", "top_p must be in (0, 1]")
+
+
+def test_the_pool_is_counted_block_by_block(source: ModelSource) -> None:
+    def block(**changes: Any) -> Any:
+        return SimpleNamespace(**{"is_null": False, "ref_cnt": 0, "block_hash": None, **changes})
+
+    blocks = [block(is_null=True), block(ref_cnt=2), block(block_hash=b"x"), block(), block(ref_cnt=1)]
+    pool = SimpleNamespace(block_pool=SimpleNamespace(blocks=blocks))
+    core = SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=pool))
+    made = VLLMAdapter(source, {"dtype": "float32"})
+    made._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)))
+    state = made.pool()
+    assert (state.total, state.free, state.cached, state.in_use) == (4, 1, 1, 2)
+
+
+def test_it_must_be_entered_first(source: ModelSource) -> None:
+    with pytest.raises(RuntimeError, match="not entered"):
+        VLLMAdapter(source, {"dtype": "float32"}).advance()
