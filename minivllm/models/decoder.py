@@ -6,7 +6,7 @@ Matrix products and attention go through the two seams only: `ops` and the atten
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -160,6 +160,10 @@ class DecoderModel(LanguageModel):
     gguf_architecture: ClassVar[str | None] = None
     #: Whether llama.cpp's converter reorders the rows of q_proj and k_proj of this family.
     gguf_permutes_qk: ClassVar[bool] = False
+    #: Names of a layer's tensors in this family's GGUF files that mean something else in others, or nothing.
+    gguf_names: ClassVar[Mapping[str, str]] = {}
+    #: Whether llama.cpp's converter adds 1 to the weights of norms.
+    gguf_norms_are_plus_one: ClassVar[bool] = False
     #: `hidden_act` values that this family computes.
     activations: ClassVar[tuple[str, ...]] = ("silu",)
     #: Whether only a part of each head may turn; else a smaller part is refused.
@@ -232,6 +236,15 @@ class DecoderModel(LanguageModel):
     def read_details(cls, values: Mapping[str, Any]) -> Any:  # noqa: ARG003 - most have none
         """What only this family has in config.json, as a frozen dataclass; None if nothing."""
         return None
+
+    @classmethod
+    def finish_gguf(cls, config: ModelConfig, number: Callable[[str, float], float]) -> ModelConfig:  # noqa: ARG003
+        """The configuration of a GGUF file with what only this family has.
+
+        Args:
+            number: metadata by name, without the architecture in front, or the default.
+        """
+        return config
 
     @classmethod
     def config_flags(cls, values: Mapping[str, Any]) -> dict[str, bool]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from minivllm.attention.base import PlannedAttention
-from minivllm.config import ModelConfig
+from minivllm.config import ModelConfig, RopeConfig
 from minivllm.errors import ConfigError
 from minivllm.models.decoder import MLP, Attention, DecoderLayer, DecoderModel, Rotation
 from minivllm.models.modules import RMSNorm, RMSNormPlusOne
@@ -75,6 +75,13 @@ class Gemma3ForCausalLM(DecoderModel):
     model_type: ClassVar[str] = "gemma3_text"
     activations: ClassVar[tuple[str, ...]] = ("gelu_pytorch_tanh",)
     sliding_windows: ClassVar[bool] = True
+    gguf_architecture: ClassVar[str | None] = "gemma3"
+    gguf_names: ClassVar[Mapping[str, str]] = {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+    gguf_norms_are_plus_one: ClassVar[bool] = True
     layer_class: ClassVar[type[DecoderLayer]] = Gemma3Layer
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -118,6 +125,28 @@ class Gemma3ForCausalLM(DecoderModel):
                 f"got {scalar!r} and {cap!r}"
             )
         return Gemma3Details(query_pre_attn_scalar=scalar, final_logit_softcapping=cap)
+
+    @classmethod
+    def finish_gguf(cls, config: ModelConfig, number: Callable[[str, float], float]) -> ModelConfig:
+        """A GGUF file tells the window, but neither the pattern of layers nor the scale of scores.
+
+        Both are the published ones: five layers in six have the window, and the scalar is head_dim,
+        but hidden_size / heads in the model of 62 layers (27B), as llama.cpp has it.
+        """
+        window = int(number("attention.sliding_window", 0))
+        if window < 1:
+            raise ConfigError(f"gemma3.attention.sliding_window must be a positive integer, got {window}")
+        layers, heads = config.num_hidden_layers, config.num_attention_heads
+        cap = number("final_logit_softcapping", 0)
+        return replace(
+            config,
+            windows=tuple(window if (i + 1) % 6 else None for i in range(layers)),
+            local_rope=RopeConfig(theta=number("rope.freq_base_swa", 10_000.0)),
+            details=Gemma3Details(
+                query_pre_attn_scalar=config.hidden_size / heads if layers == 62 else config.head_dim,
+                final_logit_softcapping=cap or None,
+            ),
+        )
 
     @classmethod
     def config_flags(cls, values: Mapping[str, Any]) -> dict[str, bool]:

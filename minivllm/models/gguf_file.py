@@ -63,12 +63,13 @@ class GGUFSource:
         self._reader = _open(path)
         self._metadata = _Metadata(path, self._reader)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._arch, self._architecture, self._family = self._recognise(models)
         self._gguf_names = {
-            _hf_name(name): name
+            _hf_name(name, self._family): name
             for name in self._tensors
             if name != _ROPE_FREQS and not _IGNORABLE.fullmatch(name)
         }
-        self._family, self.config = self._configure(models)
+        self.config = self._configure()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor by Transformers name; GGUF stores dimensions innermost first."""
@@ -84,6 +85,8 @@ class GGUFSource:
         if self._family.gguf_permutes_qk and (m := re.search(r"\.attn_([qk])\.", gguf_name)):
             heads = self.config.num_attention_heads if m[1] == "q" else self.config.num_key_value_heads
             values = _unpermute(values, heads)
+        if self._family.gguf_norms_are_plus_one and name.endswith("norm.weight"):
+            values = values - np.float32(1)
         return torch.from_numpy(np.ascontiguousarray(values))
 
     def _dequantised(self, gguf_name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -98,7 +101,8 @@ class GGUFSource:
         # unquantised data comes back as a view of the read-only file
         return np.array(values, dtype=np.float32, copy=not values.flags.writeable or None)
 
-    def _configure(self, models: Models) -> tuple[type[DecoderModel], ModelConfig]:
+    def _recognise(self, models: Models) -> tuple[str, str, type[DecoderModel]]:
+        """The file's architecture, the name of our class for it, and the class."""
         meta = self._metadata
         if meta.count("split.count", 1) > 1:
             raise UnsupportedError(
@@ -114,7 +118,10 @@ class GGUFSource:
                 f"{self.where}: GGUF architecture {arch!r} is not implemented; "
                 f"known: {', '.join(sorted(filter(None, families)))}"
             )
-        family = decoders[families[arch]]
+        return arch, families[arch], decoders[families[arch]]
+
+    def _configure(self) -> ModelConfig:
+        meta, arch, family = self._metadata, self._arch, self._family
         heads = meta.count(f"{arch}.attention.head_count")
         hidden = meta.count(f"{arch}.embedding_length")
         rotary = meta.count(f"{arch}.rope.dimension_count", hidden // max(heads, 1))
@@ -127,7 +134,7 @@ class GGUFSource:
         )
         special = "tokenizer.ggml.{}_token_id"
         config = ModelConfig(
-            architecture=families[arch],
+            architecture=self._architecture,
             vocab_size=meta.count(f"{arch}.vocab_size", self._embedding_rows()),
             hidden_size=hidden,
             intermediate_size=meta.count(f"{arch}.feed_forward_length"),
@@ -139,7 +146,7 @@ class GGUFSource:
             rope=self._rope(arch),
             max_position_embeddings=meta.count(f"{arch}.context_length"),
             tie_word_embeddings="output.weight" not in self._tensors,
-            hidden_act="silu",
+            hidden_act=family.activations[0],
             dtype="float32",
             bos_token_id=meta.count(special.format("bos")) if special.format("bos") in meta else None,
             # a chat model's turn ends with "eot", where it has one
@@ -148,8 +155,9 @@ class GGUFSource:
             ),
             **flags,
         )
+        config = family.finish_gguf(config, lambda name, default: meta.number(f"{arch}.{name}", default))
         check_config(config, Path(self.where), family.activations)
-        return family, config
+        return config
 
     def _refuse_unsupported(self, arch: str, head_dim: int, rotary: int) -> None:
         meta = self._metadata
@@ -162,7 +170,8 @@ class GGUFSource:
             )
         if meta.count(f"{arch}.attention.value_length", head_dim) != head_dim:
             raise UnsupportedError(f"{self.where}: heads of V that differ in size from K are not implemented")
-        if window := meta.count(f"{arch}.attention.sliding_window", 0):
+        window = meta.count(f"{arch}.attention.sliding_window", 0)
+        if window and not self._family.sliding_windows:
             raise UnsupportedError(f"{self.where}: attention.sliding_window {window} is not implemented")
 
     def _rope(self, arch: str) -> RopeConfig:
@@ -276,11 +285,12 @@ def _open(path: Path) -> _Reader:
         ) from error
 
 
-def _hf_name(name: str) -> str:
+def _hf_name(name: str, family: type[DecoderModel]) -> str:
     """Transformers' name of a tensor; an unknown name is returned as it is, and refused later."""
     base, dot, suffix = name.rpartition(".")
     if m := re.fullmatch(r"blk\.(\d+)\.(\w+)", base):
-        return f"model.layers.{m[1]}.{_LAYER[m[2]]}{dot}{suffix}" if m[2] in _LAYER else name
+        names = {**_LAYER, **family.gguf_names}
+        return f"model.layers.{m[1]}.{names[m[2]]}{dot}{suffix}" if m[2] in names else name
     return f"{_OUTSIDE[base]}{dot}{suffix}" if base in _OUTSIDE else name
 
 

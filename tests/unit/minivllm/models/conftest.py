@@ -160,7 +160,9 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
         name: str = "model.gguf",
     ) -> Path:
         config = hf.config
-        arch = config.model_type
+        arch = config.model_type.removesuffix("_text")
+        gemma = arch == "gemma3"
+        rope = config.rope_parameters["full_attention"] if gemma else config.rope_parameters
         path = tmp_path / name
         writer = gguf.GGUFWriter(path, arch)
         values = {
@@ -173,7 +175,8 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
             f"{arch}.attention.key_length": config.head_dim,
             f"{arch}.attention.value_length": config.head_dim,
             f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-            f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+            f"{arch}.rope.freq_base": float(rope["rope_theta"]),
+            f"{arch}.attention.sliding_window": config.sliding_window if gemma else None,
             f"{arch}.rope.dimension_count": config.head_dim,
             f"{arch}.vocab_size": config.vocab_size,
             "tokenizer.ggml.bos_token_id": 1,
@@ -204,6 +207,8 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
                 heads = config.num_attention_heads if base.endswith("q_proj") else config.num_key_value_heads
                 halves = data.reshape(heads, 2, -1, *data.shape[1:])
                 data = halves.swapaxes(1, 2).reshape(data.shape)
+            if gemma and base.endswith("norm"):
+                data = data + 1
             tensors[f"{names.get_name(base)}.{suffix}"] = np.ascontiguousarray(data)
         tensors.update(extra or {})
         for tensor_name, data in tensors.items():

@@ -59,6 +59,59 @@ def test_a_model_written_in_float32_comes_back_bit_for_bit(
     assert torch.equal(run_model(model, token_ids).logits, expected)
 
 
+def test_a_gemma3_file_has_its_norms_less_one_and_the_published_pattern_of_windows(
+    make_checkpoint: Callable[..., Any],
+    write_gguf: Callable[..., Path],
+    run_model: Callable[..., Any],
+    token_ids: torch.Tensor,
+) -> None:
+    """Transformers adds and takes off the 1 in float32, too: the tensors are its own, bit for bit."""
+    types = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    ropes = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    hf = make_checkpoint(
+        "Gemma3",
+        num_hidden_layers=7,
+        layer_types=types,
+        rope_parameters=ropes,
+        query_pre_attn_scalar=32,
+    ).hf
+    path = write_gguf(hf)
+    model = load(path)
+    assert model.config.windows == (7, 7, 7, 7, 7, None, 7)
+    assert model.config.local_rope == RopeConfig(theta=10_000.0)
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=hf)["tensors"]
+    ours = dict(model.named_parameters())
+    assert set(ours) == set(tensors)
+    assert all(torch.equal(ours[name], tensors[name]) for name in tensors)
+    hf.load_state_dict(tensors, strict=False)
+    with torch.no_grad():
+        expected = hf(token_ids[None]).logits[0]
+    assert torch.equal(run_model(model, token_ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "layers", "scalar", "cap"),
+    [({}, 2, 32, None), ({"gemma3.final_logit_softcapping": 30.0}, 2, 32, 30.0), ({}, 62, 48 / 4, None)],
+)
+def test_what_a_gemma3_file_does_not_tell_is_as_published(
+    make_checkpoint: Callable[..., Any],
+    write_gguf: Callable[..., Path],
+    metadata: dict[str, Any],
+    layers: int,
+    scalar: float,
+    cap: float | None,
+) -> None:
+    hf = make_checkpoint("Gemma3", num_hidden_layers=2, layer_types=["full_attention"] * 2).hf
+    config = GGUFSource(write_gguf(hf, metadata={"gemma3.block_count": layers, **metadata}), MODELS).config
+    assert config.details.query_pre_attn_scalar == scalar
+    assert config.details.final_logit_softcapping == cap
+    with pytest.raises(ConfigError, match=r"gemma3\.attention\.sliding_window must be a positive integer"):
+        GGUFSource(write_gguf(hf, metadata={"gemma3.attention.sliding_window": None}), MODELS)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 def test_metadata_says_what_config_json_says(
     family: str, make_checkpoint: Callable[..., Any], write_gguf: Callable[..., Path]
@@ -213,7 +266,7 @@ def test_linear_and_yarn_scaling_are_read(
         ({"llama.attention.value_length": 16}, "heads of V"),
         ({"llama.attention.sliding_window": 64}, r"sliding_window 64"),
         ({"llama.attention.head_count": [4, 4, 2]}, r"attention\.head_count differs by layer"),
-        ({"general.architecture": "mamba"}, "'mamba' is not implemented; known: llama, qwen2, qwen3"),
+        ({"general.architecture": "mamba"}, "'mamba' is not implemented; known: gemma3, llama, qwen2"),
         ({"split.count": 3}, "part of a split file of 3"),
     ],
 )
