@@ -45,7 +45,7 @@ def read_history(path: Path) -> History:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArchiveError(f"{path}: not JSON: {error}") from error
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != HISTORY_SCHEMA:

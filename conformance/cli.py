@@ -343,7 +343,7 @@ def _capabilities(factory: EngineFactory, cases: Sequence[Case], root: Path | No
     for case in cases:
         try:
             source = resolve_model(case.point["model"], root)
-        except ModelUnavailable:
+        except (ModelUnavailable, OSError):
             continue
         options = {"dtype": case.point["dtype"], "device": case.point["device"]}
         with suppress(AdapterError):  # its cases have told

@@ -59,10 +59,18 @@ class HFModel:
 
 
 def load_config(path: Path) -> Any:
-    """The Transformers config of a checkpoint directory or .gguf file."""
+    """The Transformers config of a checkpoint directory or .gguf file.
+
+    Raises:
+        NoTruth: Transformers cannot read it.
+    """
     directory, options = _place(path)
     if not options:
-        return transformers.AutoConfig.from_pretrained(directory)
+        try:
+            return transformers.AutoConfig.from_pretrained(directory)
+        except Exception as error:  # whatever Transformers' own code trips over
+            told = f"{type(error).__name__}: {error}"
+            raise NoTruth(f"Transformers cannot read the configuration of {path}: {told}") from error
     # Parsing GGUF metadata takes seconds (its vocabulary, value by value), so once a process.
     return copy.deepcopy(_gguf_config(path, path.stat().st_mtime_ns))
 

@@ -154,7 +154,7 @@ def _snapshot(args: argparse.Namespace) -> tuple[Any, str]:
     if path.suffix == ".json":
         try:
             return json.loads(path.read_text(encoding="utf-8")), f"KV cache of {path.name}"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SnapshotError(f"{path} is not JSON: {error}") from error
     if args.step is not None and args.step < 1:
         raise MapError(f"--step counts from 1, got {args.step}")

@@ -60,7 +60,7 @@ class Manifest:
             return cls({})
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ManifestError(f"{path} is not JSON: {error}") from error
         schema = content.get("schema") if isinstance(content, dict) else None
         if schema != MANIFEST_SCHEMA:

@@ -163,7 +163,7 @@ class RecordStore:
         try:
             values = json.loads((self.golden / name).read_text(encoding="utf-8"))
             arrays = safetensors.load_file(self.golden / _tensors_name(name))
-        except (ValueError, SafetensorError) as error:
+        except (ValueError, RecursionError, SafetensorError) as error:
             raise CorruptedRecord(f"corrupted: golden/{name} cannot be read: {error}") from error
         return _from_plain(name, values, arrays)
 

@@ -200,6 +200,8 @@ def why_foreign(history: History, scenario: Scenario) -> str | None:
             request = scenario.requests.get(request_of(name))
             if request is None:
                 return f"it answers {name!r}, which the scenario does not ask"
+            if run.request_id != name:
+                return f"it has the answer to {run.request_id!r} under {name!r}"
             if run.golden_key is None:
                 continue
             if run.golden_key != request_key(request.canonical(point["model"], point["dtype"])):

@@ -19,6 +19,9 @@ __all__ = ["Document", "Location", "YamlError", "read_yaml"]
 #: No scenario nests this deep; a file whose alias contains itself would never end.
 _DEEPEST = 32
 
+#: Nor does one hold as many values; aliases of aliases multiply.
+_MOST_VALUES = 200_000
+
 #: Where a value sits in a document: keys and indexes from the root.
 Location = tuple[str | int, ...]
 
@@ -79,9 +82,26 @@ def read_yaml(path: Path) -> Document:
     """Read one YAML document.
 
     Raises:
-        YamlError: syntax error, duplicate key, key that is not text, or a tag we do not know.
+        YamlError: not UTF-8, a control character, syntax error, duplicate key, key that is not text, a
+            tag we do not know, nested too deep, or a number too long.
     """
-    loader = _CoreLoader(path.read_text(encoding="utf-8"))
+    try:
+        return _read(path, path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise YamlError(
+            f"{path}:{line}: not UTF-8: {error.reason} {error.object[error.start]:#04x}"
+        ) from error
+    except RecursionError as error:
+        raise YamlError(f"{path}:1: nested more than {_DEEPEST} deep") from error
+
+
+def _read(path: Path, text: str) -> Document:
+    try:
+        loader = _CoreLoader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlError(f"{path}:{line}: the character {error.character:#04x} is not allowed") from error
     try:
         node = loader.get_single_node()
         lines: dict[Location, int] = {}
@@ -100,9 +120,11 @@ def _build(
     line = node.start_mark.line + 1
     lines.setdefault(where, line)
     if isinstance(node, yaml.ScalarNode):
-        return loader.construct_object(node)
+        return _scalar(loader, node, path)
     if node.tag not in ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
         raise YamlError(f"{path}:{line}: unknown tag {node.tag!r}: only plain data is read")
+    if len(lines) > _MOST_VALUES:
+        raise YamlError(f"{path}:{line}: more than {_MOST_VALUES} values (aliases of aliases?)")
     if len(where) > _DEEPEST:
         raise YamlError(f"{path}:{line}: nested more than {_DEEPEST} deep (an alias of its own parent?)")
     if isinstance(node, yaml.SequenceNode):
@@ -110,7 +132,7 @@ def _build(
     result: dict[str | int, Any] = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        key = loader.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+        key = _scalar(loader, key_node, path) if isinstance(key_node, yaml.ScalarNode) else None
         if isinstance(key, bool) or not isinstance(key, str | int):
             raise YamlError(f"{path}:{line}: a key must be a word or a number, got {key!r}")
         if key in result:
@@ -119,3 +141,11 @@ def _build(
         lines[(*where, key)] = line
         result[key] = _build(loader, value_node, (*where, key), lines, path)
     return result
+
+
+def _scalar(loader: _CoreLoader, node: yaml.ScalarNode, path: Path) -> Any:
+    try:
+        return loader.construct_object(node)
+    except (ValueError, KeyError, IndexError) as error:  # more digits than Python reads, or no such day
+        said = f"{node.value[:40]!r} is no {node.tag.rpartition(':')[2]}"
+        raise YamlError(f"{path}:{node.start_mark.line + 1}: {said}: {error}") from error

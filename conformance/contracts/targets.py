@@ -67,8 +67,9 @@ def find_target(name: str) -> Target:
         raise TargetNotFound(f"{name!r} is no adapter: give package.module:Class")
     try:
         factory = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise TargetNotFound(f"adapter {name!r} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # code of others: it may raise anything, or leave
+        told = f"{type(error).__name__}: {error}"
+        raise TargetNotFound(f"adapter {name!r} cannot be imported: {told}") from error
     capabilities = getattr(factory, "capabilities", None)
     if isinstance(capabilities, AllocatorCapabilities):
         target = Target(name, "allocator", factory)

@@ -63,7 +63,7 @@ def load_log(path: Path) -> Failure:
         )
     except LogError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LogError(f"{path}: {type(error).__name__}: {error}") from error
 
 

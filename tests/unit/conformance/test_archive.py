@@ -96,6 +96,7 @@ def test_an_empty_directory_is_an_error_and_not_a_pass(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("{", "not JSON"),
+        pytest.param("[" * 100_000, "not JSON", id="deep"),
         ("[]", "history schema None"),
         ('{"schema": 99}', "history schema 99; this suite reads"),
         (json.dumps({"schema": HISTORY_SCHEMA}), "not a history"),

@@ -169,6 +169,10 @@ def test_a_history_of_a_scenario_that_is_gone_is_an_error(run: Run, tmp_path: Pa
         (lambda h: h.update(dtype="bfloat16"), "it computed in bfloat16, and its point says float32"),
         (lambda h: h.update(model="other"), "it is of model other, and its point says toy"),
         (
+            lambda h: h["passes"][0]["requests"]["one"].update(request_id="two"),
+            "it has the answer to 'two' under 'one'",
+        ),
+        (
             lambda h: h["passes"][0]["requests"]["one"].update(golden_key="0" * 64),
             "'one' refers to the golden of another request",
         ),

@@ -145,6 +145,12 @@ def test_an_architecture_transformers_lacks_is_refused(save_tiny: SaveTiny, tmp_
         load_hf(path, torch.float32)
 
 
+def test_a_configuration_transformers_cannot_read_is_no_truth(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NoTruth, match=r"cannot read the configuration of .*: ValueError"):
+        load_hf(tmp_path, torch.float32)
+
+
 def test_eos_comes_from_generation_config_before_config(save_tiny: SaveTiny, tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "tiny")
     file = path / "generation_config.json"

@@ -113,7 +113,10 @@ def test_a_wrong_command_is_one_line(
     assert message in error
 
 
-def test_a_file_that_is_not_json_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["open", "deep"])
+def test_a_file_that_is_not_json_is_told(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.json").write_text(text)
     assert main([str(tmp_path / "x.json")]) == 2
     assert "is not JSON" in capsys.readouterr().err

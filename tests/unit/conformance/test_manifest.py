@@ -99,6 +99,7 @@ def test_a_file_that_is_no_record_cannot_be_signed_as_one(golden: Path) -> None:
     ("content", "message"),
     [
         ("{", "is not JSON"),
+        pytest.param("[" * 100_000, "is not JSON", id="deep"),
         ("[]", "has schema None"),
         ('{"schema": 2, "files": {}}', "has schema 2; this suite reads 1"),
         ('{"schema": 1}', "no table of files"),

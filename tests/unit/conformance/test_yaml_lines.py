@@ -100,6 +100,34 @@ def test_an_alias_repeats_its_anchor_but_may_not_contain_itself(tmp_path: Path) 
         read(tmp_path, "a: &x [1, *x]\n")
 
 
+def test_aliases_of_aliases_are_not_multiplied_without_end(tmp_path: Path) -> None:
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 20)]
+    with pytest.raises(YamlError, match=r":\d+: more than 200000 values"):
+        read(tmp_path, "\n".join(levels) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: 1\nb: \xe9\n", r":2: not UTF-8: .* 0xe9"),
+        (b"\xff\xfe\x00", r":1: not UTF-8"),
+        (b"a: 1\nb: \x00\n", r":2: the character 0x00 is not allowed"),
+        (b"a: " + b"9" * 5000, r":1: '9{40}' is no int: "),
+        (b"? " + b"9" * 5000 + b"\n: 1\n", r":1: '9{40}' is no int: "),
+        (b"[" * 5000, r":1: nested more than 32 deep"),
+        (b"{a: " * 3000, r":1: nested more than 32 deep"),
+    ],
+    ids=["latin-1", "utf-16", "NUL", "long number", "long key", "deep list", "deep map"],
+)
+def test_what_no_person_writes_is_refused_with_file_and_line(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "file.yaml").write_bytes(content)
+    with pytest.raises(YamlError, match=r"file\.yaml" + message):
+        read_yaml(tmp_path / "file.yaml")
+
+
 def test_a_second_document_is_refused(tmp_path: Path) -> None:
     with pytest.raises(YamlError):
         read(tmp_path, "a: 1\n---\nb: 2\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -24,6 +25,20 @@ def named(monkeypatch: pytest.MonkeyPatch, **fields: object) -> str:
 def test_targets_in_the_box_are_found(name: str) -> None:
     target = find_target(name)
     assert (target.name, target.can) == (name, target.factory.capabilities)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [("1 / 0", "ZeroDivisionError"), ("def", "SyntaxError"), ("raise SystemExit(3)", "SystemExit")],
+)
+def test_a_module_may_raise_anything_on_import(
+    code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_allocator.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken_allocator", raising=False)
+    with pytest.raises(TargetNotFound, match=f"cannot be imported: {words}"):
+        find_target("broken_allocator:Allocator")
 
 
 def test_levels_are_told_by_the_capabilities() -> None:

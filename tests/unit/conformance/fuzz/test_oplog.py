@@ -74,6 +74,7 @@ def test_every_operation_has_a_plain_form(kind: Any) -> None:
         ('{"kind": "something else", "schema": 1}', "not a conformance fuzz operation log of schema 1"),
         ('{"kind": "conformance fuzz operation log", "schema": 1}', "KeyError: 'target'"),
         ("[]", "AttributeError"),
+        pytest.param("[" * 100_000, "RecursionError", id="deep"),
     ],
 )
 def test_a_file_that_is_no_log_is_refused_with_its_name(text: str, words: str, tmp_path: Path) -> None:
