@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,16 @@ from conformance.engines import (
 from conformance.environment import describe_environment
 from conformance.models import ModelUnavailable, export_models, list_models, resolve_model
 from conformance.paths import DataMissing, data_root
-from conformance.report import as_json, as_junit, nothing_judged, print_case, print_summary, run_fails
+from conformance.report import (
+    as_json,
+    as_junit,
+    nothing_judged,
+    print_case,
+    print_summary,
+    reproduce,
+    run_fails,
+)
+from conformance.retrace import TriageError, explain
 from conformance.runner import EngineFactory
 from conformance.scenario import PROFILES, Scenario, ScenarioError, load_scenarios
 from conformance.store import RecordError, RecordStore
@@ -51,6 +61,8 @@ from conformance.suite import (
     select,
     why_foreign,
 )
+from conformance.triage_report import look_into, plain, print_examined
+from conformance.verdicts import Verdict
 from conformance.waivers import Waiver, WaiverError, load_waivers
 
 __all__ = ["main", "parser"]
@@ -122,6 +134,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     factory = _factory(args)
     _must_be_writable(args, args.history)
     outcomes: list[Outcome] = []
+    looked = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(cases))
@@ -130,6 +143,8 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             outcome = run_case(
                 case, factory, store, strict=args.strict, root=args.data, histories=args.history
             )
+            if outcome.verdict is Verdict.FAIL and looked < args.triage:
+                outcome, looked = explain(outcome, factory, store, root=args.data), looked + 1
             outcomes.append(outcome)
             progress.advance(task)
             waived, _ = apply_waivers([outcome], waivers, [])
@@ -188,6 +203,27 @@ def _finish(
     return 3 if nothing_judged(final) and not stale else int(failed)
 
 
+def _triage(args: argparse.Namespace, console: Console) -> int:
+    store, factory = RecordStore(args.data), _factory(args)
+    results, failed = [], False
+    for case in select(_scenarios(args), _selection(args)):
+        outcome = run_case(case, factory, store, strict=args.strict, root=args.data)
+        failed = failed or outcome.judgement.fails_run()
+        found, error = [], None
+        try:
+            found = look_into(outcome, factory, store, requests=args.request, root=args.data)
+        except TriageError as reason:
+            error = str(reason)
+        print_case(console, outcome)
+        print_examined(console, found)
+        if error is not None:
+            console.print(f"  {error}", markup=False, soft_wrap=True)
+        results.append(plain(outcome, found, error, reproduce(outcome)))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    return int(failed)
+
+
 def _list(args: argparse.Namespace, console: Console) -> int:
     print_list(console, select(_scenarios(args), _selection(args)), cost=args.cost)
     return 0
@@ -240,6 +276,18 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--history", type=Path, metavar="DIR", help="save what happened, for recheck")
     _add_reporting(run)
 
+    run.add_argument(
+        "--triage", type=int, default=5, metavar="N", help="look into the first N failing cases (5)"
+    )
+
+    triage = commands.add_parser("triage", help="find the first stage at which scenarios go wrong")
+    triage.set_defaults(command=_triage)
+    _add_selection(triage)
+    _add_engine(triage)
+    triage.add_argument("--request", action="append", default=[], help="look into this one; may be repeated")
+    triage.add_argument("--strict", action="store_true", help="minivllm's own bar: 2 × the eager cached arm")
+    triage.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
+
     recheck = commands.add_parser("recheck", help="judge saved histories again, without an engine")
     recheck.set_defaults(command=_recheck)
     recheck.add_argument("directory", type=Path)
@@ -269,7 +317,7 @@ def parser() -> argparse.ArgumentParser:
 
     for name, (_module, text) in _PARTS.items():
         commands.add_parser(name, help=text, add_help=False)
-    for command in (run, recheck, listing, explain, lint, names, path, export):
+    for command in (run, triage, recheck, listing, explain, lint, names, path, export):
         command.add_argument(
             "--data", type=Path, metavar="DIR", help="directory with golden/ and scenarios/ (the suite's own)"
         )

@@ -171,6 +171,21 @@ class Reference:
         verdicts.append(StageVerdict("token_ids", "same" if agrees else "changed"))
         return verdicts
 
+    def trace(self, record: GoldenRecord) -> GoldenRecord:
+        """The record with stages, and their bands, as if it had been recorded traced.
+
+        Raises:
+            WrongWeights: the checkpoint here is not the recorded one.
+            NoTruth: the prompt has other ids here, or the model cannot be traced.
+        """
+        check_weights(record, self.source.sha256)
+        prompt = self._prompt(record.request)
+        if prompt.token_ids != record.prompt_token_ids:
+            raise NoTruth("the prompt has other token ids here than in the record")
+        _, stages = self._rows(record.dtype, prompt, record.token_ids, False, True)
+        bands = self._stage_bands(record.dtype, prompt, record.token_ids, stages)
+        return replace(record, stages=stages, stage_bands=bands)
+
     def _prompt(self, request: Mapping[str, Any]) -> Prompt:
         media = [self._open(part) for part in media_parts(request["prompt"])]
         return self._make_prompt(request["prompt"], media, request.get("mm_processor_kwargs"))

@@ -16,6 +16,7 @@ from rich.table import Table
 from conformance import EDITION
 from conformance.adapters.base import Capabilities
 from conformance.suite import Outcome
+from conformance.triage import as_lines
 from conformance.verdicts import Finding, Judgement, Verdict
 from conformance.waivers import Waiver
 
@@ -56,9 +57,13 @@ def print_case(console: Console, outcome: Outcome) -> None:
     if outcome.waiver is not None:
         waiver = outcome.waiver
         console.print(f"       waived: {escape(waiver.reason)} ({escape(waiver.issue)})", soft_wrap=True)
+    told: set[tuple[str | None, str]] = set()
     for finding in telling(outcome.judgement):
         console.print(f"       {escape(_sentence(finding))}", highlight=False, soft_wrap=True)
         for line in _triage_lines(finding):
+            if (finding.request, line) in told:
+                continue  # two checks of one request have one triage
+            told.add((finding.request, line))
             console.print(f"         {escape(line)}", highlight=False, soft_wrap=True)
     command = reproduce(outcome)
     if command is not None:
@@ -201,7 +206,7 @@ def _sentence(finding: Finding) -> str:
 def _triage_lines(finding: Finding) -> list[str]:
     triage = finding.detail.get("triage")
     if isinstance(triage, Mapping):
-        return [f"triage: {triage['text']}"]
+        return as_lines(triage)
     return [] if triage is None else [f"triage: {triage}"]
 
 

@@ -7,7 +7,7 @@ engine does wrong, a crash included, is written into the history for the checks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from conformance import EDITION, HISTORY_SCHEMA
 from conformance.adapters.base import (
+    STAGES,
     Capabilities,
     Controlled,
     EngineAdapter,
@@ -43,7 +44,15 @@ from conformance.records import GoldenRecord, media_embeddings, prompt_embedding
 from conformance.scenario import RequestSpec, Scenario
 from conformance.store import RecordError, RecordStore
 
-__all__ = ["EngineFactory", "Skipped", "engine_requests", "run_scenario", "skip_reason"]
+__all__ = [
+    "EngineFactory",
+    "Retrace",
+    "Skipped",
+    "engine_requests",
+    "retrace_scenario",
+    "run_scenario",
+    "skip_reason",
+]
 
 #: Makes an adapter, not yet entered, for a model and options (dtype and device among them).
 EngineFactory = Callable[[ModelSource, Mapping[str, Any]], EngineAdapter]
@@ -122,18 +131,61 @@ def run_scenario(
         Skipped: the engine lacks something the scenario needs.
         DamageError: the scenario damages something this checkpoint does not have.
     """
+    return _history(scenario, point, factory, source, store, _ScenarioRun.all_passes)
+
+
+@dataclass(frozen=True, slots=True)
+class Retrace:
+    """What to run again, and what to capture of it.
+
+    Attributes:
+        requests: capture every stage of these, where the engine captures stages.
+        arms: names of the arms of same_under to run beside the free pass and, after a divergence, the
+            forced one.
+    """
+
+    requests: frozenset[str]
+    arms: frozenset[str] = frozenset()
+
+
+def retrace_scenario(
+    scenario: Scenario,
+    point: Mapping[str, Any],
+    factory: EngineFactory,
+    source: ModelSource,
+    store: RecordStore,
+    retrace: Retrace,
+) -> History:
+    """Run a scenario again to look inside. Its history holds stages as arrays: it is not for a disk.
+
+    Raises:
+        Skipped, DamageError: as `run_scenario`.
+    """
+
+    def passes(run: _ScenarioRun, options: Mapping[str, Any]) -> list[Pass]:
+        return run.some_passes(options, retrace.arms)
+
+    return _history(scenario, point, factory, source, store, passes, retrace.requests)
+
+
+def _history(
+    scenario: Scenario,
+    point: Mapping[str, Any],
+    factory: EngineFactory,
+    source: ModelSource,
+    store: RecordStore,
+    execute: Callable[[_ScenarioRun, Mapping[str, Any]], list[Pass]],
+    traced: frozenset[str] = frozenset(),
+) -> History:
     options = {**scenario.engine, **{k: v for k, v in point.items() if k != "model"}}
     capabilities = declared(factory, source, options)
     reason = skip_reason(scenario, point, capabilities)
     if reason is not None:
         raise Skipped(reason)
     with damaged_copy(source, scenario.damage) if scenario.damage else nullcontext(source) as actual:
-        run = _ScenarioRun(
-            scenario, point, factory, actual, capabilities, _goldens(scenario, point, source, store)
-        )
-        passes = run.all_passes(
-            {k: v for k, v in options.items() if k in _ALWAYS or k in capabilities.options}
-        )
+        goldens = _goldens(scenario, point, source, store)
+        run = _ScenarioRun(scenario, point, factory, actual, capabilities, goldens, traced)
+        passes = execute(run, {k: v for k, v in options.items() if k in _ALWAYS or k in capabilities.options})
     return History(
         schema=HISTORY_SCHEMA,
         edition=EDITION,
@@ -200,9 +252,10 @@ class _ScenarioRun:
         source: ModelSource,
         capabilities: Capabilities,
         goldens: Mapping[str, _Golden],
+        traced: frozenset[str] = frozenset(),
     ) -> None:
         self.scenario, self.point, self.factory, self.source = scenario, point, factory, source
-        self.capabilities, self.goldens = capabilities, goldens
+        self.capabilities, self.goldens, self.traced = capabilities, goldens, traced
         self.requests = {name: self._request(spec) for name, spec in scenario.requests.items()}
 
     def all_passes(self, options: Mapping[str, Any]) -> list[Pass]:
@@ -226,6 +279,18 @@ class _ScenarioRun:
             passes.append(self._execute(replace(plan, name="forced", forced=True))[0])
         for arm, reason in not_offered:
             if reason is None:
+                passes.append(self._execute(plan_arm(arm, self.scenario, options, self.requests))[0])
+        return passes
+
+    def some_passes(self, options: Mapping[str, Any], arms: Set[str]) -> list[Pass]:
+        """The free pass, the forced one if something diverged, and the arms of these names."""
+        plan = PassPlan("free", options, self.scenario.steps)
+        free, drive = self._execute(plan)
+        passes = [free]
+        if "forced_decode" in self.capabilities.features and self._diverged(free):
+            passes.append(self._execute(replace(plan, name="forced", forced=True))[0])
+        for arm in expand_arms(self.scenario, drive.live_after):
+            if arm.name in arms and why_not_offered(arm, self.scenario, self.capabilities) is None:
                 passes.append(self._execute(plan_arm(arm, self.scenario, options, self.requests))[0])
         return passes
 
@@ -351,6 +416,8 @@ class _ScenarioRun:
     def _capture(self, spec: RequestSpec) -> frozenset[str]:
         if "stages" not in self.capabilities.features or spec.name in self.scenario.must_fail:
             return frozenset()
+        if spec.name in self.traced:
+            return frozenset(STAGES) - {"prompt_logits"}
         capture = {"logits"}
         if spec.sampling.get("prompt_logprobs") is not None:
             capture.add("prompt_logits")
@@ -392,6 +459,8 @@ class _ScenarioRun:
             output_rows=reduce_logits(stages.get("logits"), None if record is None else record.output),
             prompt_rows=reduce_logits(stages.get("prompt_logits"), None if record is None else record.prompt),
             kv_digests=kv_digests(stages),
-            stages={n: stages[n].tolist() for n in self._stages_to_keep(name) if n in stages},
+            stages=stages
+            if request_of(name) in self.traced
+            else {n: stages[n].tolist() for n in self._stages_to_keep(name) if n in stages},
             refused=refused,
         )

@@ -1,25 +1,45 @@
 """Triage: where a wrong answer first went wrong, stage by stage.
 
-Order: prompt ids → pixels → positions → embeddings (those of pictures in their places) → deepstack
-rows → hidden state after layer i → logits → sampling. The first stage outside of its band names the
-component to look at.
+Order: prompt ids → spans → pixels → embeddings of pictures → deepstack rows → embeddings, those of
+pictures in their places → positions → keys, values and hidden state of each layer → last norm →
+logits → sampling. The first stage outside of its band names the component to look at.
+
+Pure functions of a history and its records. `conformance.retrace` runs a failing case again with
+every stage captured, so that there is something to look at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from conformance.causes import kind_of, usual_causes
 from conformance.checks.case import BAND, Case, align
 from conformance.checks.logits import row_errors
 from conformance.history import RequestRun
-from conformance.records import GoldenRecord
+from conformance.records import GoldenRecord, media_embeddings
 
-__all__ = ["Suspect", "ordered_stages", "stage_error", "triage"]
+__all__ = [
+    "StageLine",
+    "Suspect",
+    "as_lines",
+    "differing_stage",
+    "ordered_stages",
+    "stage_error",
+    "stage_table",
+    "triage",
+    "truth_stages",
+]
+
+#: Stages that are compared for equality: they hold no rounding.
+_EXACT = frozenset({"positions", "spans"})
+
+#: Stages that are about whole pictures, so that a prefix hit takes no rows from them.
+_WHOLE = frozenset({"pixels", "spans", "vision"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +53,7 @@ class Suspect:
         size: error in multiples of the yardstick; None where equality is the rule.
         exact: whether all earlier stages were compared; else the fault may lie before.
         text: one sentence for the report.
+        token: the token at the position, or the one that came out; None where there is no such.
     """
 
     stage: str
@@ -40,66 +61,129 @@ class Suspect:
     size: float | None
     exact: bool
     text: str
+    token: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain data for a report, the usual causes of the stage among it."""
+        causes = usual_causes(self.stage) if self.exact else ()
+        return {**asdict(self), "causes": [str(cause) for cause in causes]}
 
 
-def triage(case: Case, request: str) -> Suspect | None:
+@dataclass(frozen=True, slots=True)
+class StageLine:
+    """One stage of a comparison: its largest error in multiples of its yardstick, and whether that is
+    inside the band. `size` is None where equality is the rule, or shapes differ."""
+
+    stage: str
+    size: float | None
+    inside: bool
+
+
+def triage(case: Case, request: str, of: str = "free") -> Suspect | None:
     """Find the first stage outside of its band; None when nothing numeric is wrong or known.
 
     Stages in between are compared where both the record (traced cases) and the run hold them.
+
+    Args:
+        of: the pass to look at: "free", or the arm of a same_under check.
     """
-    run = case.run_of(request)
+    run = case.run_of(request, case.history.find(of))
     if run.golden_key is None or run.output is None:
         return None
     record = case.golden(run)
     for ids in (run.output.prompt_token_ids, run.prompt_token_ids):
         if ids is not None and tuple(ids) != record.prompt_token_ids:
-            return Suspect("prompt ids", None, None, True, "the prompt ids differ from the golden's")
-    names = [n for n in ordered_stages(record.stages) if n in run.stages]
-    for name in names:
-        found = stage_error(name, run, record)
-        if isinstance(found, Suspect):
-            return found
-    traced = bool(names)
-    return _logits(case, run, record, traced) or _sampling(case, run, record)
+            return _wrong_prompt(tuple(ids), record.prompt_token_ids)
+    # A forced run is in the truth's context to its end, the free one only up to its divergence.
+    forced = case.history.find("forced") if of == "free" else None
+    runs = [run, *([forced.requests[request]] if forced and request in forced.requests else [])]
+    truth = truth_stages(record)
+    compared = False
+    for one in runs:
+        for name in [n for n in ordered_stages(truth) if n in one.stages]:
+            found = stage_error(name, one, record, truth[name])
+            compared = compared or kind_of(name) in ("hidden", "final")
+            if isinstance(found, Suspect):
+                return found
+    return _answer(case, run, record, compared)
+
+
+def stage_table(run: RequestRun, record: GoldenRecord) -> tuple[StageLine, ...]:
+    """Every stage that both hold, in order of computation."""
+    truth = truth_stages(record)
+    lines = []
+    for name in ordered_stages(truth):
+        if name in run.stages:
+            found = stage_error(name, run, record, truth[name])
+            suspect = isinstance(found, Suspect)
+            size = found.size if isinstance(found, Suspect) else found
+            lines.append(StageLine(name, None if kind_of(name) in _EXACT else size, not suspect))
+    return tuple(lines)
+
+
+def truth_stages(record: GoldenRecord) -> dict[str, NDArray[Any]]:
+    """The record's stages, and what follows from them: spans, and the embeddings of each picture."""
+    truth = dict(record.stages)
+    if record.media is None:
+        return truth
+    spans = sorted(record.media.spans, key=lambda span: span.start)
+    truth["spans"] = np.array([(s.start, s.length, s.item, s.first_row) for s in spans], np.int64)
+    if "embeddings" in truth:
+        for item in range(len(record.media.items)):
+            truth[f"vision.{item}"] = media_embeddings(record, item)[0]
+    return truth
 
 
 def ordered_stages(stages: Iterable[str]) -> list[str]:
     """Stage names in the order of computation; others are not compared."""
+    kinds = ("spans", "pixels", "vision", "deepstack", "embeddings", "positions", "k", "v", "hidden", "final")
 
-    def numbered(prefix: str) -> list[str]:
-        return sorted((n for n in stages if n.startswith(prefix)), key=lambda n: int(n.removeprefix(prefix)))
+    def place(name: str) -> tuple[int, int, int]:
+        kind, _, number = name.partition(".")
+        layer = int(number) if number else 0
+        order = kinds.index(kind)
+        # Layer by layer: keys and values of a layer, then what leaves it.
+        return (kinds.index("k"), layer, order) if kind in ("k", "v", "hidden") else (order, layer, 0)
 
-    first = [n for n in ("pixels", "positions", "embeddings") if n in stages]
-    last = [n for n in ("final",) if n in stages]
-    return [*first, *numbered("deepstack."), *numbered("hidden."), *last]
+    return sorted((name for name in stages if name.partition(".")[0] in kinds), key=place)
 
 
-def stage_error(name: str, run: RequestRun, record: GoldenRecord) -> Suspect | float:
+def stage_error(
+    name: str, run: RequestRun, record: GoldenRecord, truth: NDArray[Any] | None = None
+) -> Suspect | float:
     """What is wrong with a stage of a run, or its largest error in multiples of its yardstick.
 
     Rows are compared as far as the run's context is the golden's; rows it took from its prefix
     cache were never captured.
+
+    Args:
+        truth: the stage's true values; those of the record when left out.
     """
-    mine, truth = np.asarray(run.stages[name]), np.asarray(record.stages[name])
-    if mine.shape[1:] != truth.shape[1:]:
-        text = f"{name}: rows of shape {mine.shape[1:]}, the truth's are {truth.shape[1:]}"
+    mine = np.asarray(run.stages[name])
+    truth = np.asarray(record.stages[name] if truth is None else truth)
+    kind = kind_of(name)
+    if mine.shape[1:] != truth.shape[1:] or (kind in _WHOLE and len(mine) != len(truth)):
+        text = f"{name}: its shape is {mine.shape}, the truth's is {truth.shape}"
         return Suspect(name, None, None, True, text)
-    first, last = (0, len(truth)) if name == "pixels" else _shared_rows(run, record)
+    first, last = (0, len(truth)) if kind in _WHOLE else _shared_rows(run, record)
+    if kind == "kv":
+        first = 0  # what a prefix hit brought stands in the cache as well
     last = min(last, len(mine), len(truth))
     if last <= first:
         return 0.0
     mine, truth = mine[first:last].reshape(last - first, -1), truth[first:last].reshape(last - first, -1)
-    if name == "positions":
+    if kind in _EXACT:
         wrong = np.flatnonzero((mine != truth).any(axis=1))
-        if wrong.size:
-            at = int(wrong[0])
-            text = f"positions: row {first + at} is {mine[at].tolist()}, not {truth[at].tolist()}"
-            return Suspect(name, first + at, None, True, text)
-        return 0.0
-    scale = stage_yardstick(record, name, np.asarray(record.stages[name]))
+        if not wrong.size:
+            return 0.0
+        at = int(wrong[0])
+        text = f"{name}: row {first + at} is {mine[at].tolist()}, not {truth[at].tolist()}"
+        token = _token_at(record, first + at) if kind == "positions" else None
+        return Suspect(name, first + at, None, True, text, token)
+    scale = stage_yardstick(record, name, truth)
+    if kind == "deepstack":  # rows of steps without any picture are not captured
+        seen = ~np.isnan(mine).all(axis=1)
+        mine, truth = np.where(seen[:, None], mine, 0.0), np.where(seen[:, None], truth, 0.0)
     errors = np.abs(mine.astype(np.float64) - truth.astype(np.float64))
     # NaN compares false both ways, so the band is written as what must hold.
     outside = np.flatnonzero(~(errors <= BAND * scale).all(axis=1))
@@ -107,19 +191,45 @@ def stage_error(name: str, run: RequestRun, record: GoldenRecord) -> Suspect | f
         return float(errors.max() / scale)
     at = int(outside[0])
     size = float(np.max(errors[at]) / scale)
-    text = f"{name}: row {first + at} is off by {size:.3g} × what rounding explains ({scale:.3g})"
-    return Suspect(name, first + at, size, True, text)
+    row = first + at
+    off = "holds NaN" if np.isnan(size) else f"is off by {size:.3g} × what rounding explains ({scale:.3g})"
+    if kind in _WHOLE:
+        what = "value" if kind == "pixels" else "row"
+        return Suspect(name, row, size, True, f"{name}: {what} {row} {off}")
+    return Suspect(
+        name,
+        row,
+        size,
+        True,
+        f"{name}: row {row} ({_what_stands(record, row)}) {off}",
+        _token_at(record, row),
+    )
 
 
-def _shared_rows(run: RequestRun, record: GoldenRecord) -> tuple[int, int]:
-    """First and last row (exclusive) that the run computed in the golden's context."""
-    output = run.output
-    ids = (output.token_ids if output else None) or ()
-    # Zip on purpose: a run that merely stops early agrees as far as it goes.
-    pairs = enumerate(zip(ids, record.token_ids, strict=False))
-    agreed = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(record.token_ids)))
-    cached = (output.num_cached_tokens if output else None) or 0
-    return cached, len(record.prompt_token_ids) + agreed
+def differing_stage(a: RequestRun, b: RequestRun) -> Suspect | None:
+    """The first stage in which two runs of one engine differ by a bit, where both captured it.
+
+    Rows that one of them took from its prefix cache are left out; those of the KV cache are not.
+    """
+    for name in ordered_stages(set(a.stages) & set(b.stages)):
+        x, y = np.asarray(a.stages[name]), np.asarray(b.stages[name])
+        if x.shape[1:] != y.shape[1:]:
+            return Suspect(name, None, None, True, f"{name}: shapes {x.shape} and {y.shape}")
+        first = 0 if kind_of(name) in (*_WHOLE, "kv") else max(_cached(a), _cached(b))
+        count = min(len(x), len(y), _shared_context(a, b))
+        if kind_of(name) in _WHOLE:
+            count = min(len(x), len(y))
+        if count <= first:
+            continue
+        x, y = x[first:count].reshape(count - first, -1), y[first:count].reshape(count - first, -1)
+        same = (x == y) | ((x != x) & (y != y))
+        wrong = np.flatnonzero(~same.all(axis=1))
+        if wrong.size:
+            at = int(wrong[0])
+            by = float(np.nanmax(np.abs(x[at].astype(np.float64) - y[at].astype(np.float64))))
+            text = f"{name}: row {first + at} differs between the two passes, by up to {by:.3g}"
+            return Suspect(name, first + at, None, True, text)
+    return None
 
 
 def stage_yardstick(record: GoldenRecord, name: str, truth: NDArray[Any]) -> float:
@@ -129,46 +239,92 @@ def stage_yardstick(record: GoldenRecord, name: str, truth: NDArray[Any]) -> flo
     of the stage. Earlier stages err less, so this is an upper bound for them.
     """
     floor = float(np.finfo(np.float32).eps) * max(float(np.max(np.abs(truth))), 1e-300)
-    if name in record.stage_bands:
-        return max(record.stage_bands[name].max, floor)
+    banded = "embeddings" if kind_of(name) == "vision" else name
+    if banded in record.stage_bands:
+        return max(record.stage_bands[banded].max, floor)
     largest = float(np.max(np.abs(record.output.top_logits)))
     return max(record.yardstick.M / max(largest, 1e-300) * float(np.max(np.abs(truth))), floor)
 
 
-def _logits(case: Case, run: RequestRun, record: GoldenRecord, traced: bool) -> Suspect | None:
+def _wrong_prompt(mine: tuple[int, ...], truth: tuple[int, ...]) -> Suspect:
+    at = next((i for i, (a, b) in enumerate(zip(mine, truth, strict=False)) if a != b), None)
+    if at is None:
+        at = min(len(mine), len(truth))
+    text = (
+        f"prompt ids: the prompt ids differ from the golden's at {at}: {list(mine[at : at + 3])} for "
+        f"{list(truth[at : at + 3])}, {len(mine)} for {len(truth)} tokens"
+    )
+    return Suspect("prompt ids", at, None, True, text, mine[at] if at < len(mine) else None)
+
+
+def _shared_rows(run: RequestRun, record: GoldenRecord) -> tuple[int, int]:
+    """First and last row (exclusive) that the run computed in the golden's context."""
+    ids = (run.output.token_ids if run.output else None) or ()
+    # Zip on purpose: a run that merely stops early agrees as far as it goes.
+    pairs = enumerate(zip(ids, record.token_ids, strict=False))
+    agreed = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(record.token_ids)))
+    return _cached(run), len(record.prompt_token_ids) + agreed
+
+
+def _shared_context(a: RequestRun, b: RequestRun) -> int:
+    """How many tokens of prompt and answer two runs of one request have in common."""
+    mine, theirs = ((run.output.token_ids if run.output else None) or () for run in (a, b))
+    pairs = enumerate(zip(mine, theirs, strict=False))
+    agreed = next((i for i, (x, y) in pairs if x != y), min(len(mine), len(theirs)))
+    output = a.output
+    prompt = (output.prompt_token_ids if output else None) or a.prompt_token_ids or ()
+    return len(prompt) + agreed
+
+
+def _cached(run: RequestRun) -> int:
+    return (run.output.num_cached_tokens if run.output else None) or 0
+
+
+def _token_at(record: GoldenRecord, row: int) -> int | None:
+    ids = (*record.prompt_token_ids, *record.token_ids)
+    return ids[row] if row < len(ids) else None
+
+
+def _what_stands(record: GoldenRecord, row: int) -> str:
+    """What stands at a row of the sequence, in words."""
+    prompt = len(record.prompt_token_ids)
+    if row >= prompt:
+        return f"generated token {row - prompt}, id {_token_at(record, row)}"
+    for span in record.media.spans if record.media else ():
+        if span.start <= row < span.start + span.length:
+            return f"picture {span.item}, its row {span.first_row + row - span.start}"
+    return f"prompt token {row}, id {record.prompt_token_ids[row]}"
+
+
+def _answer(case: Case, run: RequestRun, record: GoldenRecord, traced: bool) -> Suspect | None:
+    """The first generated position with wrong logits, or with right ones and yet another token."""
     for position, speaker in align(case, run, record):
         if position >= len(speaker.output_rows):
             continue
         row = speaker.output_rows[position]
-        errors = np.abs(row_errors(row, record.output, position))
-        worst = float(np.max(errors))
+        worst = float(np.max(np.abs(row_errors(row, record.output, position))))
         if row.num_nan or not worst <= BAND * record.yardstick.M:
             size = worst / max(record.yardstick.M, 1e-300)
             where = "logits" if traced else "logits or earlier"
-            return Suspect(
-                "logits",
-                position,
-                size,
-                traced,
-                f"{where}: generated position {position} is off by {size:.3g} M",
-            )
-    return None
-
-
-def _sampling(case: Case, run: RequestRun, record: GoldenRecord) -> Suspect | None:
-    """The logits are right and name the right id, yet another one came out."""
-    for position, speaker in align(case, run, record):
+            text = f"{where}: generated position {position} is off by {size:.3g} M"
+            return Suspect("logits", position, size, traced, text, record.token_ids[position])
         output = speaker.output
         ids = (output.choice_token_ids if speaker.forced else output.token_ids) if output else None
-        if ids is None or position >= len(ids) or position >= len(speaker.output_rows):
-            continue
-        argmax = speaker.output_rows[position].argmax
-        if ids[position] != argmax:
-            return Suspect(
-                "sampling",
-                position,
-                None,
-                True,
-                f"sampling: the logits' largest is id {argmax}, id {ids[position]} came out",
+        if ids is not None and position < len(ids) and ids[position] != row.argmax:
+            text = (
+                f"sampling: at generated position {position} the logits' largest is id {row.argmax}, "
+                f"id {ids[position]} came out"
             )
+            return Suspect("sampling", position, None, True, text, ids[position])
     return None
+
+
+def as_lines(found: Mapping[str, Any]) -> list[str]:
+    """A suspect's plain data in words: the sentence, the usual causes, and why there is no more."""
+    lines = [f"triage: {found['text']}"]
+    causes = found.get("causes") or ()
+    if causes:
+        lines.append("usual causes: " + "; ".join(str(cause) for cause in causes))
+    if found.get("note"):
+        lines.append(f"not looked into: {found['note']}")
+    return lines

@@ -33,6 +33,7 @@ __all__ = [
     "Media",
     "ModelSource",
     "PoolState",
+    "STAGES",
     "Snapshots",
     "Stages",
     "Stepped",
@@ -83,6 +84,23 @@ FEATURES: Mapping[str, str] = {
     "strict_rope": "refuses rope kinds whose own reference depends on call history, past their length",
     "sliding_windows": "computes layers that see a sliding window",
     "strict_windows": "has no sliding windows, and refuses a model that needs them",
+}
+
+#: What an engine with the feature "stages" may be asked to capture → the arrays it then shows, rows
+#: being positions of the sequence from 0 unless said otherwise. In order of computation. An engine
+#: leaves out what it does not capture; rows taken from a prefix cache are NaN, or -1 in integers.
+STAGES: Mapping[str, str] = {
+    "pixels": '"pixels": what the image processor made, all pictures in order, flat',
+    "spans": '"spans": [spans, 4] start, length, item, first row of the item, in order of start',
+    "vision": '"vision.j": [rows, hidden] embeddings of picture or video j',
+    "deepstack": '"deepstack.i": [positions, hidden] added to the output of layer i; 0 at text',
+    "embeddings": '"embeddings": [positions, hidden], those of pictures in their places',
+    "positions": '"positions": [positions], or [positions, 3] (time, height, width) under M-RoPE',
+    "kv": '"k.i", "v.i": [positions, kv heads, head_dim] of layer i, keys after rope',
+    "hidden": '"hidden.i": [positions, hidden] after layer i',
+    "final": '"final": [positions, hidden] after the last norm',
+    "logits": '"logits": [generated, vocab]',
+    "prompt_logits": '"prompt_logits": [prompt tokens - 1, vocab]',
 }
 
 
@@ -162,7 +180,7 @@ class EngineRequest:
         sampling: names and meaning of `minivllm.SamplingParams` (which are vLLM's); only what
             the scenario set. `temperature` is always there.
         forced_token_ids: teacher forcing, for engines with "forced_decode".
-        capture: stage names to capture, for engines with "stages".
+        capture: keys of `STAGES` to capture, for engines with "stages".
         mm_processor_kwargs: settings of the image processor for this request.
         prompt_embeds: [tokens, hidden] float32 instead of ids, for engines with "prompt_embeds".
     """
@@ -324,7 +342,7 @@ class Stages(Protocol):
     """The engine captures intermediate results of requests submitted with `capture`."""
 
     def stages(self, request_id: str) -> Mapping[str, NDArray[np.generic]]:
-        """Stage name → array over all positions computed so far, see `minivllm.runner`."""
+        """Array name → array over all positions computed so far, see `STAGES`."""
         ...
 
 

@@ -37,7 +37,7 @@ from minivllm.engine import LLMEngine
 from minivllm.errors import MiniVLLMError
 from minivllm.layers import make_ops
 from minivllm.models import LanguageModel, load_model, load_model_config
-from minivllm.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from minivllm.request import CompletionOutput, Logprob, MediaSpan, RequestOutput, SamplingParams
 from minivllm.trace import Event
 
 __all__ = ["DEFAULT_POOL_BYTES", "KEPT_MODELS", "MiniVLLMAdapter"]
@@ -48,9 +48,11 @@ DEFAULT_POOL_BYTES = 64 * 2**20
 #: How many loaded models are kept; the one used longest ago goes first.
 KEPT_MODELS = 24
 
-#: Stages of a record that this engine calls by another name, one per picture.
+#: Stages that this engine calls by another name, one per picture.
 _CAPTURES = {"pixels": "pixel_values"}
 _PIXELS = "pixel_values."
+#: Stages that this engine does not capture while it computes.
+_NOT_CAPTURED = frozenset({"spans", "final"})
 
 _ModelKey = tuple[str, str, str, int]
 _models: OrderedDict[_ModelKey, LanguageModel] = OrderedDict()
@@ -77,6 +79,7 @@ class MiniVLLMAdapter:
         self._outputs: dict[str, EngineOutput] = {}
         self._without_ids: set[str] = set()
         self._events: list[Event] = []
+        self._spans: dict[str, NDArray[np.generic]] = {}
         self._weights_changed = False
         self._threads_before = torch.get_num_threads()
 
@@ -140,8 +143,10 @@ class MiniVLLMAdapter:
                 SamplingParams.from_dict(sampling),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                capture={_CAPTURES.get(name, name) for name in request.capture},
+                capture={_CAPTURES.get(name, name) for name in request.capture - _NOT_CAPTURED},
             )
+            if "spans" in request.capture:
+                self._spans[request.request_id] = _span_table(self._loaded.media(request.request_id).media)
         except MiniVLLMError as error:
             return EngineError(type(error).__name__, str(error))
         if request.prompt_embeds is not None:
@@ -191,6 +196,9 @@ class MiniVLLMAdapter:
 
     def stages(self, request_id: str) -> Mapping[str, NDArray[np.generic]]:
         stages = dict(self._loaded.stages(request_id))
+        spans = self._spans.get(request_of(request_id))
+        if spans is not None and spans.size:
+            stages["spans"] = spans
         numbers = sorted(int(n.removeprefix(_PIXELS)) for n in stages if n.startswith(_PIXELS))
         if numbers:
             stages["pixels"] = np.concatenate([stages.pop(f"{_PIXELS}{n}").reshape(-1) for n in numbers])
@@ -277,6 +285,15 @@ class MiniVLLMAdapter:
         assert isinstance(prompt, Mapping), "a chat is made to ids"
         settings = {"mm_processor_kwargs": dict(request.mm_processor_kwargs)}
         return {**prompt, **(settings if request.mm_processor_kwargs else {})}
+
+
+def _span_table(spans: Sequence[MediaSpan]) -> NDArray[np.generic]:
+    """Start, length, item, first row of each span; an item begins where its rows do."""
+    item, rows = -1, []
+    for span in sorted(spans, key=lambda span: span.start):
+        item += span.first_row == 0
+        rows.append((span.start, span.length, item, span.first_row))
+    return np.array(rows, np.int64).reshape(-1, 4)
 
 
 def _convert(output: RequestOutput) -> list[EngineOutput]:

@@ -7,6 +7,7 @@ bounds the difference; else tokens alone are compared, which is WEAK.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,9 @@ def same_under(case: Case, args: Any) -> list[Finding]:
         if problem is not None:
             findings.append(Finding(Verdict.ERROR, CHECK, None, f"arm {arm}: {problem}"))
             continue
-        findings += [_compare(case, one, name) for name in names]
+        compared = [_compare(case, one, name) for name in names]
+        # By its name the arm can be run again, see `conformance.retrace`.
+        findings += [replace(finding, detail={**finding.detail, "arm": arm}) for finding in compared]
     return findings
 
 

@@ -11,9 +11,17 @@ import pytest
 from conformance.checks import judge
 from conformance.checks.case import Case
 from conformance.history import RequestRun
-from conformance.records import ArmError, GoldenRecord
+from conformance.records import ArmError, GoldenRecord, MediaRecord, SpanRecord
 from conformance.testing import M, Spec, answer, make_history, make_pass, make_record, records_of
-from conformance.triage import Suspect, triage
+from conformance.triage import (
+    Suspect,
+    as_lines,
+    differing_stage,
+    ordered_stages,
+    stage_table,
+    triage,
+    truth_stages,
+)
 from conformance.verdicts import Verdict
 
 ROWS = 30
@@ -144,3 +152,80 @@ def test_a_crashing_triage_leaves_the_failure_standing() -> None:
 
 def test_a_request_without_a_golden_has_no_triage() -> None:
     assert look(replace(answer(PLAIN), golden_key=None)) is None
+
+
+def test_keys_of_a_layer_come_before_what_leaves_it() -> None:
+    names = [
+        "hidden.10",
+        "hidden.1",
+        "v.1",
+        "k.1",
+        "k.0",
+        "positions",
+        "embeddings",
+        "deepstack.0",
+        "vision.0",
+    ]
+    assert ordered_stages([*names, "pixels", "spans", "final", "logits"]) == [
+        *("spans", "pixels", "vision.0", "deepstack.0", "embeddings", "positions"),
+        *("k.0", "k.1", "v.1", "hidden.1", "hidden.10", "final"),
+    ]
+
+
+def test_what_a_prefix_hit_brought_is_compared_in_the_cache_only() -> None:
+    rows = np.zeros((ROWS, 2, 4))
+    record = replace(
+        TRACED, stages={**STAGES, "k.0": rows}, stage_bands={**BANDS, "k.0": ArmError(1e-6, 4e-6)}
+    )
+    run = traced(hidden_0=(3, 1.0))
+    assert run.output is not None
+    run = replace(run, output=replace(run.output, num_cached_tokens=8))
+    stale = rows.copy()
+    stale[3] = 1.0
+    assert look(replace(run, stages={**run.stages, "k.0": rows}), record) is None
+    found = look(replace(run, stages={**run.stages, "k.0": stale}), record)
+    assert found is not None
+    assert (found.stage, found.position, found.token) == ("k.0", 3, record.prompt_token_ids[3])
+
+
+def test_spans_and_the_embeddings_of_a_picture_follow_from_the_record() -> None:
+    media = MediaRecord(({"rows": 3},), (SpanRecord(2, 3, 0, 0),), "P", "I")
+    truth = truth_stages(replace(TRACED, media=media))
+    assert truth["spans"].tolist() == [[2, 3, 0, 0]]
+    assert np.array_equal(truth["vision.0"], STAGES["embeddings"][2:5].astype(np.float32))
+    run = traced()
+    moved = replace(run, stages={**run.stages, "spans": np.array([[1, 3, 0, 0]])})
+    found = look(moved, replace(TRACED, media=media))
+    assert found is not None
+    assert (found.stage, found.size) == ("spans", None)
+
+
+def test_the_table_holds_every_stage_and_which_are_outside() -> None:
+    lines = {line.stage: line for line in stage_table(traced(hidden_3=(4, 1.0)), TRACED)}
+    assert list(lines) == ordered_stages(STAGES)
+    assert lines["positions"].size is None
+    assert [name for name, line in lines.items() if not line.inside] == ["hidden.3"]
+
+
+def test_two_runs_differ_where_their_bits_do() -> None:
+    run = traced()
+    assert differing_stage(run, traced()) is None
+    found = differing_stage(run, traced(hidden_5=(6, 1e-12), hidden_7=(1, 1.0)))
+    assert found is not None
+    assert (found.stage, found.position) == ("hidden.5", 6)
+
+
+def test_the_sampler_is_blamed_before_the_logits_that_follow_from_it() -> None:
+    run = answer(PLAIN, choices={5: int(PLAIN.output.top_ids[5, 1])})
+    found = look(shifted_logits(run, 6), PLAIN)
+    assert found is not None
+    assert (found.stage, found.position) == ("sampling", 5)
+
+
+def test_causes_are_told_only_where_the_stage_is_known() -> None:
+    found = look(shifted_logits(answer(PLAIN)), PLAIN)
+    assert found is not None
+    assert found.as_dict()["causes"] == []
+    found = look(traced(hidden_3=(4, 1.0)))
+    assert found is not None
+    assert as_lines(found.as_dict())[1].startswith("usual causes: rope")
