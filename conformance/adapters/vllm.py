@@ -166,6 +166,11 @@ class VLLMAdapter:
             key = self._add(request)
         except (ValueError, TypeError, OSError, NotImplementedError) as error:
             return engine_error(error)
+        except Exception as error:
+            # vLLM's own kind of ValueError; anything else is a failure, not a refusal.
+            if not any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__):
+                raise
+            return EngineError("ValueError", str(error))
         # vLLM returns an id with a random suffix, and answers by the id without it.
         key = key.rpartition("-")[0] or key
         self._names[key] = request.request_id

@@ -130,15 +130,31 @@ def test_an_abort_keeps_what_there_was(source: ModelSource) -> None:
     assert (one.token_ids, one.finish_reason, one.finished) == ((4, 5), "abort", True)
 
 
-def test_a_refusal_has_the_name_everybody_knows(source: ModelSource) -> None:
-    class TheirOwnError(ValueError):
-        pass
+class VLLMClientError(Exception):
+    """As vLLM calls the base of its refusals."""
 
+
+class TheirOwnError(ValueError):
+    pass
+
+
+def failing(source: ModelSource, error: type[Exception]) -> VLLMAdapter:
     def refuse(_request: EngineRequest) -> str:
-        raise TheirOwnError("top_p must be in (0, 1]")
+        raise error("top_p must be in (0, 1]")
 
     made = VLLMAdapter(source, {"dtype": "float32"})
     made._add = refuse  # type: ignore[method-assign]
+    return made
+
+
+def test_a_failure_is_no_refusal(source: ModelSource) -> None:
+    with pytest.raises(RuntimeError, match="top_p"):
+        failing(source, RuntimeError).submit(EngineRequest("r", {"temperature": 0.0}, (1,)))
+
+
+@pytest.mark.parametrize("kind", [TheirOwnError, VLLMClientError])
+def test_a_refusal_has_the_name_everybody_knows(source: ModelSource, kind: type[Exception]) -> None:
+    made = failing(source, kind)
     error = made.submit(EngineRequest("r", {"temperature": 0.0, "max_tokens": 1}, (1,)))
     assert error is not None
     assert (error.type, error.message) == ("ValueError", "top_p must be in (0, 1]")
