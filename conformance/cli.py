@@ -72,6 +72,7 @@ _PARTS = {
     "golden": ("conformance.golden_cli", "record, verify or update golden records"),
     "kv-map": ("conformance.kv_map", "draw who holds which block of a KV cache"),
     "faults": ("conformance.faults.cli", "put public bugs into minivllm, and see which check finds each"),
+    "doctor": ("conformance.doctor.cli", "try what an engine declares; or look at the reference here"),
     "fuzz": ("conformance.fuzz.cli", "fuzz a block manager or scheduler: minivllm's or your own"),
 }
 

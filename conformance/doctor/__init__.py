@@ -1,0 +1,1 @@
+"""`conformance doctor`: does an engine do what it declares, and can the reference be loaded here."""
