@@ -160,6 +160,7 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
     by_id = {scenario.id: scenario for scenario in scenarios}
     _must_be_writable(args)
     outcomes = []
+    engines: list[Capabilities] = []
     for history in read_histories(args.directory):
         if history.scenario not in by_id:
             raise SelectionError(f"a history is about {history.scenario!r}, which the suite does not have")
@@ -169,8 +170,10 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
         judgement = judge_history(history, scenario, store, strict=args.strict)
         outcome = Outcome(Case(scenario, history.point), judgement, sum(p.seconds for p in history.passes))
         outcomes.append(outcome)
+        engines.append(history.capabilities)
         print_case(console, apply_waivers([outcome], waivers, [])[0][0])
-    return _finish(args, console, outcomes, waivers, list(by_id), None)
+    one = len({(engine.engine, engine.version) for engine in engines}) == 1
+    return _finish(args, console, outcomes, waivers, list(by_id), engines[0] if one else None)
 
 
 def _must_be_writable(args: argparse.Namespace, directory: Path | None = None) -> None:

@@ -148,7 +148,7 @@ def test_saved_histories_are_judged_again_without_an_engine(run: Run, tmp_path: 
     status, out, _ = run("recheck", directory)
     assert status == 1
     assert out.count("FAIL   toy/") == 4
-    assert f"saved histories, suite {EDITION}: FAILED" in out
+    assert f"fake 1, suite {EDITION}: FAILED" in out
 
 
 def test_a_history_of_a_scenario_that_is_gone_is_an_error(run: Run, tmp_path: Path, data: Path) -> None:
