@@ -146,7 +146,9 @@ def build_engine(config: EngineConfig, *, trace: TraceSink, model: LanguageModel
     if tokenizer is not None:
         eos = tuple(sorted({*resolved.model.eos_token_ids, *tokenizer.eos_token_ids}))
         resolved = replace(resolved, model=replace(resolved.model, eos_token_ids=eos))
-    ops.prepare(model.batched, max_rows=config.max_num_batched_tokens)
+    # Every token of a step is stored, so the pool bounds a step too.
+    slots = resolved.num_kv_blocks * config.block_size
+    ops.prepare(model.batched, max_rows=min(config.max_num_batched_tokens, slots))
 
     kv_cache = KVCache(
         resolved.model,

@@ -24,23 +24,30 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     waste = benches.add_parser("kv-waste", help="allocated and used KV slots, paged and contiguous")
     waste.add_argument("--workload", choices=sorted(WORKLOADS), action="append", help="default: all")
     waste.add_argument("--seed", type=int, default=0)
-    waste.add_argument("--block-size", type=int, default=16)
-    waste.add_argument("--num-kv-blocks", type=int, default=2049)
-    waste.add_argument("--max-model-len", type=int, default=2048)
-    waste.add_argument("--max-num-seqs", type=int, default=64)
+    waste.add_argument("--block-size", type=_positive, default=16)
+    waste.add_argument("--num-kv-blocks", type=_positive, default=2049)
+    waste.add_argument("--max-model-len", type=_positive, default=2048)
+    waste.add_argument("--max-num-seqs", type=_positive, default=64)
     waste.set_defaults(run=_kv_waste)
 
     cost = benches.add_parser("scheduler-cost", help="time of plan, commit, allocate, free by pool and queue")
-    cost.add_argument("--repetitions", type=int, default=200)
-    cost.add_argument("--largest-pool", type=int, default=10**6)
-    cost.add_argument("--longest-queue", type=int, default=10**5)
+    cost.add_argument("--repetitions", type=_positive, default=200)
+    cost.add_argument("--largest-pool", type=_positive, default=10**6)
+    cost.add_argument("--longest-queue", type=_positive, default=10**5)
     cost.set_defaults(run=_scheduler_cost)
 
     soaking = benches.add_parser("soak", help="many requests with random aborts; nothing may be left over")
-    soaking.add_argument("--requests", type=int, default=10_000)
+    soaking.add_argument("--requests", type=_positive, default=10_000)
     soaking.add_argument("--seed", type=int, default=0)
     soaking.set_defaults(run=_soak)
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
 
 
 def _kv_waste(arguments: argparse.Namespace) -> int:

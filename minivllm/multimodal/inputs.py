@@ -96,8 +96,11 @@ def split_conversation(
         text_only: the model takes no media: parts of text become one text, joined by newlines.
 
     Raises:
-        BadParameter: a part of another form.
+        BadParameter: no list of messages, or a part of another form.
     """
+    given: object = messages
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise BadParameter(f"a conversation is a list of messages, got {given!r}")
     media: dict[str, list[Any]] = {}
     plain = []
     for message in messages:

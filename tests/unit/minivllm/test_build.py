@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from minivllm.build import DEFAULT_KV_CACHE_BYTES, resolve
+from minivllm.build import DEFAULT_KV_CACHE_BYTES, build_engine, resolve
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
+from minivllm.layers.ops_pad import PadOps
 from minivllm.models import load_model_config
+from minivllm.trace import no_trace
 
 
 def resolved(tiny_llama: str, **options: object) -> object:
@@ -61,6 +63,23 @@ def test_more_memory_than_there_is_is_refused_before_it_is_asked_for(
         resolve(EngineConfig(model=tiny_llama, device="cpu", **{**options, name: 10**12}), model)
     monkeypatch.setattr("minivllm.build.total_memory", lambda _: None)
     assert resolve(EngineConfig(model=tiny_llama, device="cpu", **{**options, name: 10**12}), model)
+
+
+def test_the_bitwise_probe_tries_no_more_rows_than_a_step_can_have(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(PadOps, "prepare", lambda _self, _model, *, max_rows: asked.append(max_rows))
+    for batched in (7, 10**12):
+        config = EngineConfig(
+            model=tiny_llama,
+            num_kv_blocks=5,
+            block_size=16,
+            max_num_batched_tokens=batched,
+            batch_invariant=True,
+        )
+        build_engine(config, trace=no_trace, model=None)
+    assert asked == [7, 80]
 
 
 def test_a_checkpoint_of_a_dtype_without_arithmetic_is_refused(tiny_llama: str) -> None:

@@ -84,7 +84,7 @@ def test_arguments_of_another_type_are_refused_by_name(llm: LLM) -> None:
     for wrong in ({"max_tokens": 3}, 5, [None]):
         with pytest.raises(BadParameter, match="sampling_params must be"):
             llm.generate("a", wrong)  # type: ignore[arg-type]  # wrong on purpose
-    for talk in ({"role": "user", "content": "x"}, "hello"):
+    for talk in ({"role": "user", "content": "x"}, "hello", [3], [{1: 2}.keys()]):
         with pytest.raises(BadParameter, match="list of messages"):
             llm.chat(talk)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(BadParameter, match="template refuses"):

@@ -38,3 +38,18 @@ def test_a_benchmark_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench"])
     assert "BENCHMARK" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["scheduler-cost", "--repetitions", "0"],
+        ["soak", "--requests", "-5"],
+        ["kv-waste", "--block-size", "0"],
+    ],
+)
+def test_nothing_can_be_measured_of_nothing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["bench", *arguments])
+    assert refused.value.code == 2
+    assert "is not a positive number" in capsys.readouterr().err
