@@ -73,6 +73,7 @@ _PARTS = {
     "kv-map": ("conformance.kv_map", "draw who holds which block of a KV cache"),
     "faults": ("conformance.faults.cli", "put public bugs into minivllm, and see which check finds each"),
     "doctor": ("conformance.doctor.cli", "try what an engine declares; or look at the reference here"),
+    "diff": ("conformance.diff_cli", "compare two engines on one prompt; no scenario needed"),
     "fuzz": ("conformance.fuzz.cli", "fuzz a block manager or scheduler: minivllm's or your own"),
 }
 

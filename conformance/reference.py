@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from conformance import EDITION, RECORD_SCHEMA
 from conformance.adapters.base import ModelSource
-from conformance.assets import AssetError, asset_directory, asset_of_digest
+from conformance.assets import Asset, AssetError, asset_directory, asset_of_digest
 from conformance.canonical import CanonicalError, media_parts, parse_canonical, request_key
 from conformance.hf_models import (
     HFModel,
@@ -73,10 +73,14 @@ class Reference:
     Args:
         source: the checkpoint.
         root: directory with scenarios/assets; the default is the suite's own.
+        pictures: pictures beside those assets, by their digests.
     """
 
-    def __init__(self, source: ModelSource, root: Path | None = None) -> None:
+    def __init__(
+        self, source: ModelSource, root: Path | None = None, pictures: Mapping[str, Asset] | None = None
+    ) -> None:
         self.source = source
+        self._pictures = dict(pictures or {})
         self._assets = asset_directory(root or data_root())
         self._config = load_config(source.path)
         self._text_config = self._config.get_text_config(decoder=True)
@@ -194,7 +198,9 @@ class Reference:
         [(modality, value)] = part.items()
         digests = [value] if modality == "image" else value["frames"]
         try:
-            assets = [asset_of_digest(self._assets, digest) for digest in digests]
+            assets = [
+                self._pictures.get(digest) or asset_of_digest(self._assets, digest) for digest in digests
+            ]
         except AssetError as error:
             raise NoTruth(str(error)) from error
         facts = {"digests": digests, "names": [asset.name for asset in assets]}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from conformance import cli as conformance_cli
-from conformance import golden_cli, kv_map
+from conformance import diff_cli, golden_cli, kv_map
 from conformance.doctor import cli as doctor_cli
 from conformance.faults import cli as faults_cli
 from conformance.fuzz import cli as fuzz_cli
@@ -20,6 +20,7 @@ from minivllm import cli as minivllm_cli
 
 OWN_PARSERS = {
     "doctor": doctor_cli.parser(),
+    "diff": diff_cli.parser(),
     "faults": faults_cli.parser(),
     "fuzz": fuzz_cli.parser(),
     "golden": golden_cli.parser(),
