@@ -271,7 +271,7 @@ def train(model: Any, settings: Settings, report: Report | None = None) -> list[
 
 
 def write_meaning(
-    directory: Path, model: Any, settings: Settings, losses: Sequence[float], per_task: int = 200
+    directory: Path, model: Any, settings: Settings, losses: Sequence[float], per_task: int = 40
 ) -> None:
     """Write a trained model, in bfloat16, as a checkpoint directory. It is not rebuilt to the bit.
 

@@ -1,0 +1,90 @@
+"""The meaning checkpoint answers right about pictures it never saw, in float32 and in bfloat16."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors.torch import load_file
+
+from conformance.recipes.build import sha256_of
+from conformance.recipes.meaning import NAME, held_out
+from conformance.recipes.scenes import TASKS, paint, scene_of
+from minivllm import LLM, SamplingParams
+
+Pixels = NDArray[np.uint8]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def llm(request: pytest.FixtureRequest, checkpoints: Path) -> LLM:
+    return LLM(model=str(checkpoints / NAME), dtype=request.param, device="cpu", num_kv_blocks=2000)
+
+
+@pytest.fixture(scope="module")
+def facts(checkpoints: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((checkpoints / NAME / "RECIPE.json").read_text(encoding="utf-8"))
+    return read
+
+
+def answers(llm: LLM, asked: Sequence[tuple[str, Sequence[Pixels]]]) -> list[str]:
+    """What the model says to each question about some pictures."""
+    chats = []
+    for question, pictures in asked:
+        images = [{"type": "image", "image": Image.fromarray(picture)} for picture in pictures]
+        chats.append([{"role": "user", "content": [*images, {"type": "text", "text": question}]}])
+    outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=24))
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_accuracy_is_the_stated_one(llm: LLM, facts: dict[str, Any]) -> None:
+    """On the very examples that it was measured on when the weights were made."""
+    stated = facts["accuracy"]
+    examples = list(held_out(stated["examples"], stated["seed"]))
+    said = answers(llm, [(example.question, pictures) for example, pictures in examples])
+    right = Counter(
+        example.task for (example, _), answer in zip(examples, said, strict=True) if answer == example.answer
+    )
+    reached = {task: right[task] / stated["examples"] for task in TASKS}
+    print(reached)
+    assert all(reached[task] >= stated[task] - 0.03 for task in TASKS)
+
+
+def test_another_picture_gives_another_right_answer(llm: LLM) -> None:
+    rows = [
+        [["red circle", "none", "blue cross"], ["none", "green square", "none"]],
+        [["none", "black ring", "none"], ["yellow two", "none", "none"]],
+        [["purple four", "none"], ["none", "red circle"], ["green square", "none"]],
+    ]
+    pictures = [paint(scene_of(cells), Random(f"by hand {i}")) for i, cells in enumerate(rows)]
+    assert answers(llm, [("What is shown?", [picture]) for picture in pictures]) == [
+        "Shown: red circle blue cross green square",
+        "Shown: black ring yellow two",
+        "Shown: purple four red circle green square",
+    ]
+
+
+def test_the_order_of_two_pictures_is_told(llm: LLM) -> None:
+    one = paint(scene_of([["none", "red circle", "none"], ["none"] * 3]), Random("one"))
+    other = paint(scene_of([["none"] * 3, ["none", "none", "blue seven"]]), Random("other"))
+    question = "What is in each?"
+    assert answers(llm, [(question, [one, other]), (question, [other, one])]) == [
+        "First red circle second blue seven",
+        "First blue seven second red circle",
+    ]
+
+
+def test_the_recipe_file_tells_what_the_directory_holds(checkpoints: Path, facts: dict[str, Any]) -> None:
+    directory = checkpoints / NAME
+    assert facts["sha256"] == {p.name: sha256_of(p) for p in directory.iterdir() if p.name != "RECIPE.json"}
+    assert (facts["kind"], facts["dtypes"]) == ("meaning", ["float32", "bfloat16"])
+    weights = load_file(directory / "model.safetensors")
+    assert {str(weight.dtype) for weight in weights.values()} == {"torch.bfloat16"}
+    assert sum(p.stat().st_size for p in directory.iterdir()) < 4_000_000
