@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
+from conformance.adapters.base import Capabilities
 from conformance.checks.case import Case
+from conformance.kill_matrix import Row, committed
 from conformance.verdicts import Finding, Power, Verdict
 
-__all__ = ["KINDS", "power_of"]
+__all__ = ["KINDS", "SeededPower", "power_of", "seeded_power"]
 
 #: Kinds of fault, by the evidence that shows them → the features an engine needs for it.
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -16,6 +19,16 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "logits": ("stages",),
     "bits": ("bitwise", "stages"),
     "behaviour": (),
+}
+
+#: Evidence of the kill matrix → the features an engine needs to give it.
+_EVIDENCE: Mapping[str, tuple[str, ...]] = {
+    "tokens": ("output_ids",),
+    "logprobs": ("output_ids", "logprobs"),
+    "stages": ("output_ids", "stages"),
+    "bits": ("output_ids", "stages", "bitwise"),
+    "trace": ("traced", "pool"),
+    "all": ("output_ids", "logprobs", "stages", "bitwise", "traced", "pool"),
 }
 
 #: Below this share of decided positions, agreement of tokens is no evidence (float32 bar).
@@ -50,3 +63,46 @@ def _blind(
     if kind in ("logits", "logprobs") and not case.full_power():
         return f"the {case.history.dtype} yardstick of a real model hides small faults"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class SeededPower:
+    """Which seeded faults a run would have shown, had the engine had them.
+
+    Attributes:
+        shown: ids of faults.
+        blind: id → why it would not have shown.
+    """
+
+    shown: tuple[str, ...]
+    blind: Mapping[str, str]
+
+
+def seeded_power(
+    engine: Capabilities, judged: Collection[tuple[str, str]], rows: Sequence[Row] | None = None
+) -> SeededPower:
+    """What the kill matrix says about a run.
+
+    Args:
+        judged: (scenario, dtype) of what was not skipped.
+        rows: the matrix; None: the committed one. Faults that only the fuzzer finds do not count:
+            no engine is run for them.
+    """
+    shown: list[str] = []
+    blind: dict[str, str] = {}
+    ran = {scenario for scenario, _ in judged}
+    for row in committed() if rows is None else rows:
+        if row.outcome != "killed" or row.evidence not in _EVIDENCE:
+            continue
+        scenario = row.shown_by.partition("[")[0]
+        wanted = (*_EVIDENCE[row.evidence], *row.needs)
+        lacking = sorted(set(wanted) - engine.features)
+        if lacking:
+            blind[row.id] = f"{engine.engine} lacks {', '.join(lacking)}"
+        elif scenario not in ran:
+            blind[row.id] = "its scenario was not judged"
+        elif (scenario, row.dtype) not in judged:
+            blind[row.id] = f"it shows in {row.dtype}"
+        else:
+            shown.append(row.id)
+    return SeededPower(tuple(shown), blind)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from conformance import EDITION
 from conformance.adapters.base import Capabilities
+from conformance.power import seeded_power
 from conformance.suite import Outcome
 from conformance.triage import as_lines
 from conformance.verdicts import Finding, Judgement, Verdict
@@ -98,6 +99,8 @@ def print_summary(
         text = f"waiver on line {waiver.line} ({escape(waiver.scenario)}): {escape(why)}"
         console.print(f"{_word(Verdict.STALE)} {text}", soft_wrap=True)
     console.print(power_line(outcomes), highlight=False, soft_wrap=True)
+    if engine is not None:
+        console.print(seeded_line(outcomes, engine), highlight=False, soft_wrap=True)
     name = f"{engine.engine} {engine.version}" if engine is not None else "saved histories"
     if nothing_judged(outcomes):
         word = f"FAILED: nothing was judged, all of {len(outcomes)} cases were skipped"
@@ -119,6 +122,18 @@ def power_line(outcomes: Sequence[Outcome]) -> str:
     blind = Counter(reason for power in judged if not power.kinds for reason in power.blind.values())
     if blind:
         text += f"; blind: {'; '.join(reason for reason, _ in blind.most_common(3))}"
+    return text + "."
+
+
+def seeded_line(outcomes: Sequence[Outcome], engine: Capabilities) -> str:
+    """Which of the seeded faults of the kill matrix the run would have shown."""
+    judged = {(o.case.scenario.id, o.case.point["dtype"]) for o in outcomes if o.verdict is not Verdict.SKIP}
+    power = seeded_power(engine, judged)
+    total = len(power.shown) + len(power.blind)
+    text = f"Seeded faults: {len(power.shown)} of {total} would have shown"
+    reasons = Counter(power.blind.values()).most_common(3)
+    if reasons:
+        text += "; not shown: " + ", ".join(f"{count} because {reason}" for reason, count in reasons)
     return text + "."
 
 
@@ -152,6 +167,7 @@ def as_json(
             "cases": [_plain_case(outcome) for outcome in outcomes],
             "stale_waivers": [{"line": w.line, "scenario": w.scenario, "why": why} for w, why in stale],
             "power": power_line(outcomes),
+            "seeded_faults": None if engine is None else seeded_line(outcomes, engine),
         },
         indent=1,
         default=_plain,
