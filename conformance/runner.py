@@ -224,6 +224,9 @@ def engine_requests(
 
 _ALWAYS = ("dtype", "device")
 
+#: Either is enough to judge positions after a divergence.
+_FORCING = frozenset({"forced_decode", "forced_prompt"})
+
 
 def _goldens(
     scenario: Scenario, point: Mapping[str, Any], source: ModelSource, store: RecordStore
@@ -275,7 +278,7 @@ class _ScenarioRun:
         passes = [replace(free, operations=(*notes, *free.operations))]
         if free.error is not None:
             return passes
-        if "forced_decode" in self.capabilities.features and self._diverged(free):
+        if _FORCING & self.capabilities.features and self._diverged(free):
             passes.append(self._execute(replace(plan, name="forced", forced=True))[0])
         for arm, reason in not_offered:
             if reason is None:
@@ -287,7 +290,7 @@ class _ScenarioRun:
         plan = PassPlan("free", options, self.scenario.steps)
         free, drive = self._execute(plan)
         passes = [free]
-        if "forced_decode" in self.capabilities.features and self._diverged(free):
+        if _FORCING & self.capabilities.features and self._diverged(free):
             passes.append(self._execute(replace(plan, name="forced", forced=True))[0])
         for arm in expand_arms(self.scenario, drive.live_after):
             if arm.name in arms and why_not_offered(arm, self.scenario, self.capabilities) is None:

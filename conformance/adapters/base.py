@@ -55,6 +55,7 @@ FEATURES: Mapping[str, str] = {
     "chosen_logprobs": "returns the log-probability of each generated token, if of no other",
     "prompt_logprobs": "returns log-probabilities of prompt tokens",
     "forced_decode": "decodes along given token ids (teacher forcing)",
+    "forced_prompt": "tells its own choices along given token ids, if only as those of a longer prompt",
     "sampling": "temperature, top-k, top-p, min-p with seeds",
     "penalties": "presence, frequency and repetition penalties",
     "parallel_sampling": "generates n sequences from one prompt",
@@ -179,7 +180,8 @@ class EngineRequest:
     Attributes:
         sampling: names and meaning of `minivllm.SamplingParams` (which are vLLM's); only what
             the scenario set. `temperature` is always there.
-        forced_token_ids: teacher forcing, for engines with "forced_decode".
+        forced_token_ids: teacher forcing, for engines with "forced_decode" or, where no scenario
+            asks for it, "forced_prompt".
         capture: keys of `STAGES` to capture, for engines with "stages".
         mm_processor_kwargs: settings of the image processor for this request.
         prompt_embeds: [tokens, hidden] float32 instead of ids, for engines with "prompt_embeds".

@@ -276,7 +276,7 @@ class OpenAIAdapter:
         told = rows.get("prompt_logprobs")
         note("prompt_logprobs", told and len(told) == len(ids), "it returns no prompt_logprobs")
         if {"token_ids", "prompt_logprobs"} <= found:
-            found.add("forced_decode")
+            found.add("forced_prompt")
         if "output_ids" in found:
             found |= _EXTENSIONS
         details = usage.get("prompt_tokens_details") or {}

@@ -64,7 +64,7 @@ _FEATURES = frozenset(
         "output_ids",
         "logprobs",
         "prompt_logprobs",
-        "forced_decode",
+        "forced_prompt",
         "sampling",
         "penalties",
         "parallel_sampling",
@@ -130,6 +130,7 @@ class VLLMAdapter:
             "traced": "vLLM tells no events of single requests",
             "preempt": "vLLM has no hook to preempt a request",
             "bitwise": "vLLM promises batch invariance on some GPUs only",
+            "forced_decode": "forced ids are judged as part of a prompt: prefill, not decode",
         }
         if self._block_fits():
             features |= {"block_size", "pool_size"}

@@ -401,6 +401,7 @@ PROBES: Mapping[str, Probe] = {
     "chosen_logprobs": _chosen_logprobs,
     "prompt_logprobs": _prompt_logprobs,
     "forced_decode": _forced_decode,
+    "forced_prompt": _forced_decode,
     "sampling": _sampling,
     "penalties": _penalties,
     "parallel_sampling": _parallel_sampling,

@@ -103,7 +103,9 @@ def test_a_divergence_is_followed_by_a_forced_pass(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_cannot_be_forced_is_not(tmp_path: Path) -> None:
-    h = history(tmp_path, factory=fake_engine(fault="wrong_token", without=["forced_decode"]))
+    h = history(
+        tmp_path, factory=fake_engine(fault="wrong_token", without=["forced_decode", "forced_prompt"])
+    )
     assert [one.name for one in h.passes] == ["free"]
 
 

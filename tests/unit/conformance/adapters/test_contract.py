@@ -130,8 +130,8 @@ def test_logprobs_come_as_declared(adapter: EngineAdapter) -> None:
 
 
 def test_forcing_tells_its_own_choices_along_the_given_ids(adapter: EngineAdapter) -> None:
-    if "forced_decode" not in adapter.capabilities().features:
-        pytest.skip("it declares no forced_decode")
+    if not adapter.capabilities().features & {"forced_decode", "forced_prompt"}:
+        pytest.skip("it declares no forcing")
     [free, *_] = adapter.generate(asked())
     assert free.token_ids is not None
     first = asked(logprobs=2)[0]

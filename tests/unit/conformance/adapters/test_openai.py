@@ -53,7 +53,7 @@ def test_what_the_server_shows_is_declared_and_the_rest_has_a_reason(server: Ser
         "output_ids",
         "logprobs",
         "prompt_logprobs",
-        "forced_decode",
+        "forced_prompt",
         "prefix_cache",
     }
     assert capabilities.version == "7.7"

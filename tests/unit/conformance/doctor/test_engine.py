@@ -54,7 +54,7 @@ def test_a_sound_engine_does_what_it_declares_and_nothing_else_is_tried() -> Non
     assert found["prefix_cache"] == (WORKS, "")
     assert found["bitwise"] == (WORKS, "")
     assert found["prompt_logprobs"] == (NOT_TRIED, "left out for a test")
-    assert sum(state == WORKS for state, _ in found.values()) == 16
+    assert sum(state == WORKS for state, _ in found.values()) == 17
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_exit_status_tells_whether_something_declared_fails(
     monkeypatch.setattr("conformance.doctor.cli.find_engine", lambda _name: sound)
     assert main(["--engine", "toy"]) == 0
     shown = capsys.readouterr().out
-    assert "16 capabilities work, 0 are declared and fail" in shown
+    assert "17 capabilities work, 0 are declared and fail" in shown
     assert "not declared swap" in shown
 
     monkeypatch.setattr("conformance.doctor.cli.find_engine", lambda _name: fake_engine(fault="poison_leak"))
