@@ -17,10 +17,13 @@ from safetensors.torch import load_file
 
 from conformance.recipes.build import sha256_of
 from conformance.recipes.meaning import NAME, held_out
-from conformance.recipes.scenes import TASKS, paint, scene_of
+from conformance.recipes.scenes import paint, scene_of
 from minivllm import LLM, SamplingParams
 
 Pixels = NDArray[np.uint8]
+
+#: Tasks of the recipe that its training reached; the others it only tries.
+LEARNT = ("caption", "two", "copy")
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -44,19 +47,21 @@ def answers(llm: LLM, asked: Sequence[tuple[str, Sequence[Pixels]]]) -> list[str
     return [output.outputs[0].text for output in outputs]
 
 
-def test_accuracy_is_the_stated_one(llm: LLM, facts: dict[str, Any]) -> None:
-    """On the very examples that it was measured on when the weights were made."""
+def test_what_is_learnt_keeps_its_stated_accuracy(llm: LLM, facts: dict[str, Any]) -> None:
+    """On the very examples that it was measured on when the weights were made.
+
+    Counting, colours and places are guessed more often than not (RECIPE.json says how often), and
+    rounding moves a guess: they are not judged.
+    """
     stated = facts["accuracy"]
-    examples = list(held_out(stated["examples"], stated["seed"]))
+    examples = [e for e in held_out(stated["examples"], stated["seed"]) if e[0].task in LEARNT]
     said = answers(llm, [(example.question, pictures) for example, pictures in examples])
     right = Counter(
         example.task for (example, _), answer in zip(examples, said, strict=True) if answer == example.answer
     )
-    reached = {task: right[task] / stated["examples"] for task in TASKS}
+    reached = {task: right[task] / stated["examples"] for task in LEARNT}
     print(reached)
-    # What is learnt in part only is guessed where it is not known: there rounding may decide.
-    lost = {task: 0.03 if stated[task] > 0.9 else 0.1 for task in TASKS}
-    assert all(reached[task] >= stated[task] - lost[task] for task in TASKS)
+    assert all(reached[task] >= stated[task] - 0.03 for task in LEARNT)
 
 
 def test_another_picture_gives_another_right_answer(llm: LLM) -> None:
