@@ -16,6 +16,7 @@ from conformance.checks.case import Case as Evidence
 from conformance.checks.case import CheckInputError
 from conformance.history import History
 from conformance.models import ModelUnavailable, resolve_model
+from conformance.probes import probe
 from conformance.records import GoldenRecord
 from conformance.runner import EngineFactory, Retrace, Skipped, retrace_scenario
 from conformance.store import RecordStore
@@ -28,6 +29,10 @@ __all__ = ["Examined", "Subject", "TriageError", "examine", "explain", "subjects
 
 class TriageError(RuntimeError):
     """The case cannot be run again, or there is nothing in it to look into; the message says why."""
+
+
+class NoStages(TriageError):
+    """The engine shows nothing between the prompt and the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,7 @@ def examine(
     capabilities = history.capabilities
     if "stages" not in capabilities.features:
         why = capabilities.missing.get("stages", "it does not declare the feature")
-        raise TriageError(f"{capabilities.engine} captures no stages: {why}")
+        raise NoStages(f"{capabilities.engine} captures no stages: {why}")
     again = subjects_of(judge(history, case.scenario.checks, store.get).findings)
     traced = _TracedRecords(store.get, case, root)
     evidence = Evidence(history, traced.get, case.scenario.checks)
@@ -142,6 +147,9 @@ def explain(
             one.subject: one.as_dict()
             for one in examine(outcome.case, subjects, factory, store, failed=subjects, root=root)
         }
+    except NoStages as lacking:
+        found = {}
+        note = f"{lacking}; {_probed(outcome, subjects[0], factory, store, root)}"
     except Exception as trouble:  # triage explains a FAIL; if it breaks, the FAIL must stand
         kind = "" if isinstance(trouble, TriageError) else f"triage crashed: {type(trouble).__name__}: "
         found = {}
@@ -150,6 +158,17 @@ def explain(
         note = ""
     findings = [_with(finding, found, note) for finding in outcome.judgement.findings]
     return replace(outcome, judgement=replace(outcome.judgement, findings=tuple(findings)))
+
+
+def _probed(
+    outcome: Outcome, subject: Subject, factory: EngineFactory, store: RecordStore, root: Path | None
+) -> str:
+    """Which relation breaks, in words; or why the probes say nothing."""
+    request = subject.request.partition("/")[0]
+    try:
+        return f"probes: {request}: {probe(outcome.case, request, factory, store, root).text}"
+    except Exception as trouble:  # as above: the FAIL must stand
+        return f"no probes: {type(trouble).__name__}: {trouble}"
 
 
 def _with(finding: Finding, found: dict[Subject, dict[str, Any]], note: str) -> Finding:
