@@ -427,13 +427,14 @@ class _ScenarioRun:
         if self.scenario.check("same_under") and "bitwise" in self.capabilities.features:
             capture.add("kv")
         if self.scenario.check("stages_within_band"):
-            capture |= {name.partition(".")[0] for name in self._stages_to_keep(spec.name)}
+            kinds = {name.partition(".")[0] for name in self._stages_to_keep(spec.name)}
+            capture |= {"kv" if kind in ("k", "v") else kind for kind in kinds}
         return frozenset(capture)
 
     def _stages_to_keep(self, name: str) -> list[str]:
         """Stages that the golden holds too, and that the engine captures row by row."""
         record = self.goldens[request_of(name)].record
-        kinds = ("pixels", "positions", "embeddings", "deepstack", "hidden")
+        kinds = ("pixels", "positions", "embeddings", "deepstack", "hidden", "k", "v")
         return [stage for stage in (record.stages if record else ()) if stage.partition(".")[0] in kinds]
 
     def _forced(self, name: str) -> EngineRequest:
