@@ -77,6 +77,10 @@ def test_every_command_shown_is_one_that_exists(page: str, line: str) -> None:
             at = words.index("--model")
             end = next(i for i in range(at + 1, len(words)) if words[i].startswith("--"))
             minivllm_cli.parser().parse_args([*words[1:at], "--model", "path", *words[end:]])
+        elif name == "pytest":
+            assert words[1:3] == ["--pyargs", "conformance"], f"{page}: {part!r}"
+            options = {word for word in words[3:] if word.startswith("--")}
+            assert options <= {"--conformance-engine", "--conformance-device"}, f"{page}: {part!r}"
         else:
             assert words[:3] == ["python", "-m", "pip"], f"{page}: unknown command {part!r}"
 
