@@ -112,6 +112,22 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def mutation(session: nox.Session) -> None:
+    """Mutate block manager, prefix index, scheduler and sampler, and count what their unit tests notice.
+
+    Not part of CI: hours for all. `nox -s mutation -- "minivllm.cache.prefix_index*"` selects, a run that
+    is stopped goes on where it was, and `mutants/` keeps what was found.
+    """
+    main(session)
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    session.run(*pip, "-c", "constraints.txt", "--group", "mutation", external=True)
+    env = {**ENV, "OMP_NUM_THREADS": "1"}
+    arguments = ["--max-children", "2", *session.posargs]
+    session.run(str(PYTHON), "-m", "mutmut", "run", *arguments, external=True, env=env)
+    session.run(str(PYTHON), "-m", "mutmut", "results", external=True, env=env)
+
+
+@nox.session(venv_backend="none")
 def golden(session: nox.Session) -> None:
     """Compare the golden files with Hugging Face as installed: `verify`, or `-- record`, `-- update`."""
     main(session)
