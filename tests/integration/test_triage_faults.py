@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,11 @@ def look(tmp_path: Path, scenario: str, model: str, *options: str) -> tuple[int,
     return status, found
 
 
+def words(line: str) -> list[str]:
+    """A line without its measured sizes."""
+    return [word for word in line.split() if not re.fullmatch(r"\(?\d+(\.\d+)?e[+-]\d+\)?|1", word)]
+
+
 def turned(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Rope whose positions jump by one after the twelfth."""
 
@@ -67,6 +73,12 @@ def test_wrong_rope_is_found_in_the_keys_of_the_first_layer(
     assert not table["hidden.0"]
     shown = capsys.readouterr().out
     assert "k.0: row 13 (prompt token 13, id" in shown
+    page = (Path(__file__).parents[2] / "docs" / "triage.md").read_text(encoding="utf-8")
+    example = page.partition("```text\n")[2].partition("```")[0]
+    # Sizes are multiples of rounding, which is the machine's own.
+    assert [words(line) for line in example.splitlines()] == [
+        words(line) for line in shown[shown.index("  long: k.0") :].splitlines()[: example.count("\n")]
+    ]
     assert f"again: conformance run {TEXT} --engine minivllm" in shown
 
 
