@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from conformance import EDITION
 from conformance.adapters.base import Capabilities
-from conformance.power import seeded_power
+from conformance.power import KINDS, seeded_power
 from conformance.suite import Outcome
 from conformance.triage import as_lines
 from conformance.verdicts import Finding, Judgement, Verdict
@@ -128,7 +128,10 @@ def power_line(outcomes: Sequence[Outcome]) -> str:
 def seeded_line(outcomes: Sequence[Outcome], engine: Capabilities) -> str:
     """Which of the seeded faults of the kill matrix the run would have shown."""
     judged = {(o.case.scenario.id, o.case.point["dtype"]) for o in outcomes if o.verdict is not Verdict.SKIP}
-    power = seeded_power(engine, judged)
+    # What an engine offers may depend on its options (bitwise): evidence that was seen proves it.
+    seen = {kind for o in outcomes if o.verdict is not Verdict.SKIP for kind in o.judgement.power.kinds}
+    proved = {feature for kind in seen for feature in KINDS[kind]}
+    power = seeded_power(replace(engine, features=engine.features | proved), judged)
     total = len(power.shown) + len(power.blind)
     text = f"Seeded faults: {len(power.shown)} of {total} would have shown"
     reasons = Counter(power.blind.values()).most_common(3)

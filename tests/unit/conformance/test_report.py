@@ -14,7 +14,15 @@ from rich.console import Console
 
 from conformance import EDITION
 from conformance.adapters.base import Capabilities
-from conformance.report import as_json, as_junit, power_line, print_case, print_summary, run_fails
+from conformance.report import (
+    as_json,
+    as_junit,
+    power_line,
+    print_case,
+    print_summary,
+    run_fails,
+    seeded_line,
+)
 from conformance.scenario import Scenario
 from conformance.suite import Case, Outcome
 from conformance.verdicts import Finding, Judgement, Power, Verdict
@@ -144,6 +152,15 @@ def test_the_power_line_adds_up_what_the_cases_could_have_seen() -> None:
 def test_skipped_cases_have_no_power() -> None:
     text = power_line([outcome(Verdict.SKIP, power=Power((), {}))])
     assert text == "Power: of 0 cases judged, a fault would have shown by nothing."
+
+
+def test_evidence_that_was_seen_counts_though_the_engine_offers_it_only_under_an_option() -> None:
+    engine = Capabilities("mine", "1", ("float32",), frozenset({"stages", "output_ids", "stepped"}))
+    name = "scheduling/batch-composition"
+    plain = seeded_line([outcome(Verdict.PASS, name=name)], engine)
+    seen = seeded_line([outcome(Verdict.PASS, name=name, power=Power(("bits",), {}))], engine)
+    assert "mine lacks bitwise" in plain
+    assert "mine lacks bitwise" not in seen
 
 
 def test_json_holds_everything() -> None:
