@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from conformance.adapters.base import Capabilities
-from conformance.checks.case import Case
 from conformance.kill_matrix import Row, committed
 from conformance.verdicts import Finding, Power, Verdict
+
+if TYPE_CHECKING:  # the checks ask for the power of what they found
+    from conformance.checks.case import Case
 
 __all__ = ["KINDS", "SeededPower", "power_of", "seeded_power"]
 

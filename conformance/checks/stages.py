@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from conformance import triage  # which asks the checks' cases, so: by name, when used
 from conformance.checks.case import Case, CheckInputError
-from conformance.triage import Suspect, ordered_stages, stage_error
 from conformance.verdicts import Finding, Verdict
 
 __all__ = ["stages_within_band"]
@@ -27,7 +27,7 @@ def stages_within_band(case: Case, args: Any) -> list[Finding]:
 def _judge(case: Case, name: str) -> Finding:
     run = case.run_of(name)
     record = case.golden(run)
-    wanted = ordered_stages(record.stages)
+    wanted = triage.ordered_stages(record.stages)
     if not wanted:
         raise CheckInputError(f"the golden of {name!r} holds no stages: record it with traced: true")
     output = case.output(CHECK, run)
@@ -39,8 +39,8 @@ def _judge(case: Case, name: str) -> Finding:
     for stage in wanted:
         if stage not in run.stages:
             continue
-        found = stage_error(stage, run, record)
-        if isinstance(found, Suspect):
+        found = triage.stage_error(stage, run, record)
+        if isinstance(found, triage.Suspect):
             return case.fail(
                 CHECK, name, found.text, size=found.size, saw="logits", detail={"stage": stage, **sizes}
             )

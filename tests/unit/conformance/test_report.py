@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from conformance import EDITION
-from conformance.adapters.base import Capabilities
+from conformance.adapters.base import FEATURES, Capabilities
 from conformance.report import (
     as_json,
     as_junit,
@@ -155,7 +155,7 @@ def test_skipped_cases_have_no_power() -> None:
 
 
 def test_evidence_that_was_seen_counts_though_the_engine_offers_it_only_under_an_option() -> None:
-    engine = Capabilities("mine", "1", ("float32",), frozenset({"stages", "output_ids", "stepped"}))
+    engine = Capabilities("mine", "1", ("float32",), frozenset(FEATURES) - {"bitwise"})
     name = "scheduling/batch-composition"
     plain = seeded_line([outcome(Verdict.PASS, name=name)], engine)
     seen = seeded_line([outcome(Verdict.PASS, name=name, power=Power(("bits",), {}))], engine)
