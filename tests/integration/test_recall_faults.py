@@ -67,7 +67,7 @@ def test_at_least_nine_in_ten_single_faults_change_the_tokens(
 ) -> None:
     """Kinds × layers × positions, in prompt and answer, block sizes that divide lengths and do not."""
     table: dict[tuple[str, int], list[bool]] = {}
-    for block_size, length, every in ((4, 9, 3), (7, 24, 5), (16, 40, 11)):
+    for block_size, length, every in ((4, 9, 3), (7, 24, 7), (16, 40, 23)):
         faults = list(entry_faults(length, every))
         rig = ListRig(checkpoints, block_size, requests=len(faults), length=length)
         rig.run(draw_lists(len(faults), length, "earlier requests, for something stale"))

@@ -70,7 +70,7 @@ SAMPLING = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     scale=st.sampled_from([0.3, 2.0, 8.0]),

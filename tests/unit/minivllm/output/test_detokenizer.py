@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from minivllm.output import Detokenizer
 
 SETTINGS = settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 FFFD = "\ufffd"
 TEXTS = [

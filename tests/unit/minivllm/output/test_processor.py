@@ -268,7 +268,7 @@ def test_prompt_logprobs_come_whole_or_not_at_all(start: Start) -> None:
     assert engine.processor.abort(engine.request.request_id).prompt_logprobs is None
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_prompt_logprobs_do_not_depend_on_chunks_or_preemptions(start: Start, data: st.DataObject) -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -79,7 +79,7 @@ def test_an_empty_piece_completes_nothing() -> None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(stops=STOPS, pieces=PIECES)
 def test_any_cutting_into_pieces_stops_where_single_characters_do(
     include: bool, stops: list[str], pieces: list[str]
@@ -91,7 +91,7 @@ def test_any_cutting_into_pieces_stops_where_single_characters_do(
         assert text.startswith(earlier)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(STOPS, PIECES)
 def test_a_stop_string_ends_the_text_at_its_first_completion(stops: list[str], pieces: list[str]) -> None:
     whole = "".join(pieces)

@@ -21,14 +21,14 @@ def kept(logits: list[float] | NDArray[np.float64], **params: float) -> list[int
     return ids.tolist()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(LOGITS, st.integers(0, 40))
 def test_most_likely_is_the_head_of_a_full_stable_sort(logits: NDArray[np.float64], k: int) -> None:
     full = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     assert most_likely(logits, k).tolist() == full[:k]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     LOGITS,
     st.sampled_from([0.1, 1.0, 3.0]),
@@ -108,7 +108,7 @@ def test_a_draw_passes_over_tokens_of_probability_zero() -> None:
     assert [draw(ids, weights, u) for u in (0.0, 0.4999, 0.5, 1 - 2**-53)] == [5, 5, 9, 9]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(LOGITS, st.floats(0, 1, exclude_max=True))
 def test_a_draw_is_always_a_possible_token(logits: NDArray[np.float64], number: float) -> None:
     token_id = draw(*filter_tokens(logits, SamplingParams()), number)

@@ -38,7 +38,7 @@ def test_numbers_never_change_between_versions() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**31), st.integers(0, 100))
 def test_every_key_gives_one_number_below_one(seed: int, position: int, sequence: int) -> None:
     number = uniform(seed, position, sequence)
