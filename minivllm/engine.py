@@ -53,9 +53,13 @@ class LLMEngine:
             if self._scheduler.has_unfinished():
                 raise InvariantError("requests are unfinished, yet nothing can be scheduled")
             return []
-        result = self._runner.run(plan)
-        self._stages.collect(plan, result)
-        changed = self._scheduler.commit(plan, result)
+        try:
+            result = self._runner.run(plan)
+            self._stages.collect(plan, result)
+            changed = self._scheduler.commit(plan, result)
+        except BaseException:  # an interrupt, memory that ran out: the next step does it again
+            self._scheduler.break_off(self._runner.break_off())
+            raise
         return self._output.process(changed, result)
 
     def add_request(

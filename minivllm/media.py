@@ -55,6 +55,10 @@ class MediaStore:
                 raise InvariantError(f"a model without an encoder is to encode an {item.modality}")
             self._held[item.content_hash] = _encode(self._model, item)
 
+    def clear(self) -> None:
+        """Drop everything."""
+        self._held.clear()
+
     def merge(
         self, embeddings: Tensor, requests: Sequence[ScheduledRequest], first_rows: Sequence[int]
     ) -> tuple[Tensor, list[Tensor], dict[str, str]]:

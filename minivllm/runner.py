@@ -30,6 +30,7 @@ from torch import Tensor
 
 from minivllm.attention.base import AttentionBackend, AttentionMetadata, PlannedAttention
 from minivllm.attention.kv_cache import KVCache
+from minivllm.cache import PendingCopies
 from minivllm.errors import InvariantError
 from minivllm.media import MediaStore
 from minivllm.request import Logprob, SampledToken, ScheduledRequest, StepPlan, StepResult
@@ -109,6 +110,7 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
         self._media = MediaStore(model)
+        self._carried_out = PendingCopies()  # by the latest run
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -121,9 +123,13 @@ class ModelRunner:
         Raises:
             InvariantError: the plan contradicts itself.
         """
+        self._carried_out = PendingCopies()
         self._cache.swap_out(plan.swap_out)
+        self._carried_out = PendingCopies(plan.swap_out)
         self._cache.swap_in(plan.swap_in)
+        self._carried_out = PendingCopies(plan.swap_out, plan.swap_in)
         self._cache.copy(plan.copies)
+        self._carried_out = PendingCopies(plan.swap_out, plan.swap_in, plan.copies)
         self._media.update(plan.evict_media, plan.encode)
         if not plan.requests:
             return StepResult(samples={})
@@ -155,6 +161,14 @@ class ModelRunner:
                     stages[r.request_id][f"k.{layer}"] = _to_numpy(k)
                     stages[r.request_id][f"v.{layer}"] = _to_numpy(v)
         return StepResult(samples=samples, prompt_logprobs=prompt_logprobs, stages=stages, failures=failures)
+
+    def break_off(self) -> PendingCopies:
+        """The latest run will not be committed. Forgets all media; returns the copies it had finished.
+
+        Those must not be done again: what a swap-out read may be overwritten by now.
+        """
+        self._media.clear()
+        return self._carried_out
 
     @torch.inference_mode()
     def read_kv(self, block_table: Sequence[int], num_tokens: int) -> list[tuple[Tensor, Tensor]]:

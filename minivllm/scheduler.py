@@ -334,6 +334,15 @@ class Scheduler:
                 changed += sequences
         return changed
 
+    def break_off(self, carried_out: PendingCopies) -> None:
+        """The latest plan's run ended early: nothing of it counts but the copies it had finished.
+
+        The runner has forgotten all media, so they are encoded again.
+        """
+        self._plan = None
+        self.block_manager.copies_done(carried_out)
+        self.encoder_cache.forget()
+
     def check_integrity(self) -> None:
         """Check every law of the scheduler and its block manager; slow, for tests.
 

@@ -126,6 +126,12 @@ class EncoderCache:
         """What is held came from other weights: the next plan evicts it, and encodes anew."""
         self._stale = dict.fromkeys(self._held)
 
+    def forget(self) -> None:
+        """What was held is gone already: everything is encoded anew."""
+        self._held.clear()
+        self._stale.clear()
+        self.begin()
+
     # --- one step ---------------------------------------------------------------------------
 
     def begin(self) -> None:
