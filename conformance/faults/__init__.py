@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from conformance.faults.answers import LOGPROBS, SAMPLING, STOPPING, TEXT
+from conformance.faults.attention import ATTENTION
 from conformance.faults.base import Fault, Seam, planted
-from conformance.faults.blocks import KV_CACHE, PREFIX_CACHE
-from conformance.faults.families import ATTENTION, LOADING, MODELS
-from conformance.faults.pictures import ENCODER_CACHE, IDENTITY, PICTURES, PLACES, TOWERS
-from conformance.faults.schedule import BATCHING, PREEMPTION, SCHEDULING
+from conformance.faults.blocks import KV_CACHE
+from conformance.faults.families import LOADING, MODELS
+from conformance.faults.pictures import IDENTITY, PICTURES, TOWERS
+from conformance.faults.places import ENCODER_CACHE, PLACES
+from conformance.faults.preemption import PREEMPTION
+from conformance.faults.prefixes import PREFIX_CACHE
+from conformance.faults.sampling import LOGPROBS, SAMPLING
+from conformance.faults.schedule import BATCHING, SCHEDULING
+from conformance.faults.text import STOPPING, TEXT
 
 __all__ = ["FAULTS", "Fault", "Seam", "planted"]
 

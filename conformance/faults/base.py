@@ -10,7 +10,13 @@ from typing import Any
 
 from conformance.adapters import minivllm as adapter
 
-__all__ = ["Fault", "Seam", "Table", "planted"]
+__all__ = ["Fault", "GREEDY", "HF", "LOGITS", "NANO", "Seam", "Table", "VLLM", "planted"]
+
+GREEDY = "tokens_match_golden"
+HF = "https://github.com/huggingface/transformers"
+LOGITS = "logits_within_yardstick"
+NANO = "https://github.com/GeeeekExplorer/nano-vllm"
+VLLM = "https://github.com/vllm-project/vllm"
 
 
 class Seam:
