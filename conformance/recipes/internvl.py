@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from conformance.recipes.recipe import MechanicsRecipe, VisionParts
+from conformance.recipes.recipe import MechanicsRecipe, VisionParts, chatml_with_pictures
 from conformance.recipes.tokenizer import SpecialTokens
 
 __all__ = ["INTERNVL_RECIPES"]
@@ -24,27 +24,6 @@ _SPECIAL = SpecialTokens(
     pad="<|endoftext|>",
     qwen=True,
 )
-
-_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] in ('image', 'image_url') -%}
-{{- '<IMG_CONTEXT>\\n' -}}
-{%- else -%}
-{{- part['text'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
 
 _PIXELS: Mapping[str, Any] = {
     "do_convert_rgb": True,
@@ -71,7 +50,7 @@ INTERNVL_RECIPES: tuple[MechanicsRecipe, ...] = (
         },
         special=_SPECIAL,
         end_tokens=("<|im_end|>", "<|endoftext|>"),
-        chat_template=_TEMPLATE,
+        chat_template=chatml_with_pictures("<IMG_CONTEXT>"),
         seed=13,
         vision=VisionParts(
             # 4 × 4 patches a tile, of which the shuffle makes 2 × 2 rows

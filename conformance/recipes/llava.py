@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from conformance.recipes.recipe import MechanicsRecipe, VisionParts
+from conformance.recipes.recipe import MechanicsRecipe, VisionParts, chatml_with_pictures
 from conformance.recipes.tokenizer import SpecialTokens
 
 __all__ = ["LLAVA_RECIPES"]
@@ -52,27 +52,6 @@ _LLAVA_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- 'ASSISTANT:' -}}
-{%- endif -%}
-"""
-
-_ONEVISION_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] in ('image', 'image_url') -%}
-{{- '<image>\\n' -}}
-{%- else -%}
-{{- part['text'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}
 """
 
@@ -152,7 +131,7 @@ LLAVA_RECIPES: tuple[MechanicsRecipe, ...] = (
         },
         special=_ONEVISION_SPECIAL,
         end_tokens=("<|im_end|>", "<|endoftext|>"),
-        chat_template=_ONEVISION_TEMPLATE,
+        chat_template=chatml_with_pictures("<image>"),
         seed=5,
         vision=VisionParts(
             vision_config={"model_type": "siglip_vision_model", **_TOWER, "vision_use_head": False},

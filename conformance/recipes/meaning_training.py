@@ -11,7 +11,6 @@ learnt in part only: RECIPE.json states how many of each are right.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from conformance.recipes.meaning import (
     patches,
     row_of,
 )
-from conformance.recipes.phases import Report, run_phase
+from conformance.recipes.phases import Report, run_phase, untrained_qwen2_vl
 from conformance.recipes.qwen import QWEN_ENDS, QWEN_SPECIAL
 from conformance.recipes.qwen_vl import QWEN_VL_IDS
 from conformance.recipes.scenes import (
@@ -116,23 +115,8 @@ class Batch:
 
 
 def make_meaning_model(seed: int) -> Any:
-    """An untrained model: matrices of standard deviation 1 / sqrt(fan in), biases zero."""
-    import transformers
-
-    torch.manual_seed(seed)
-    config = transformers.Qwen2VLConfig(
-        text_config=dict(TEXT_CONFIG),
-        vision_config=dict(VISION_CONFIG),
-        **QWEN_VL_IDS,
-        tie_word_embeddings=True,
-    )
-    config._attn_implementation = "sdpa"
-    model = transformers.Qwen2VLForConditionalGeneration(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(std=1 / math.sqrt(parameter[0].numel()))
-    return model
+    """The model before training."""
+    return untrained_qwen2_vl(seed, TEXT_CONFIG, VISION_CONFIG, tied=True)
 
 
 def make_batch(rng: Random, tokenizer: Any, examples: int, *, painted: bool = True) -> Batch:

@@ -1,20 +1,45 @@
-"""One phase of training a small model: AdamW, a short rise of the rate, then a cosine down to zero."""
+"""Training a small model: how it begins, and one phase (AdamW, a short rise of the rate, then a cosine)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Report", "run_phase"]
+from conformance.recipes.qwen_vl import QWEN_VL_IDS
+
+__all__ = ["Report", "run_phase", "untrained_qwen2_vl"]
 
 #: Called every 100 steps with the phase's name, the steps done in it, and their mean loss.
 Report = Callable[[str, int, float], None]
 
 _RISE = 100
+
+
+def untrained_qwen2_vl(
+    seed: int, text_config: Mapping[str, Any], vision_config: Mapping[str, Any], *, tied: bool
+) -> Any:
+    """A Qwen2-VL whose matrices have standard deviation 1 / sqrt(fan in), and whose biases are zero."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.Qwen2VLConfig(
+        text_config=dict(text_config),
+        vision_config=dict(vision_config),
+        **QWEN_VL_IDS,
+        tie_word_embeddings=tied,
+    )
+    config._attn_implementation = "sdpa"
+    model = transformers.Qwen2VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=1 / math.sqrt(parameter[0].numel()))
+    return model
 
 
 def run_phase(

@@ -8,7 +8,7 @@ from typing import Any
 
 from conformance.recipes.tokenizer import NUM_BPE_TOKENS, SpecialTokens
 
-__all__ = ["MAX_POSITIONS", "TINY", "MechanicsRecipe", "VisionParts"]
+__all__ = ["MAX_POSITIONS", "MechanicsRecipe", "TINY", "VisionParts", "chatml_with_pictures"]
 
 MAX_POSITIONS = 8192
 
@@ -73,3 +73,30 @@ class MechanicsRecipe:
     seed: int
     shape: Mapping[str, Any] = field(default_factory=lambda: TINY)
     vision: VisionParts | None = None
+
+
+def chatml_with_pictures(placeholder: str) -> str:
+    """A chat template of ChatML turns in which `placeholder`, on a line of its own, stands for a picture."""
+    return _CHATML.replace("PICTURE", placeholder)
+
+
+_CHATML = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] in ('image', 'image_url') -%}
+{{- 'PICTURE\\n' -}}
+{%- else -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""

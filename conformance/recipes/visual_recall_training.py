@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from torch.nn import functional
 from conformance.recipes.build import write_checkpoint
 from conformance.recipes.meaning import patches, row_of
 from conformance.recipes.meaning_training import encode
-from conformance.recipes.phases import Report, run_phase
+from conformance.recipes.phases import Report, run_phase, untrained_qwen2_vl
 from conformance.recipes.qwen import QWEN_ENDS, QWEN_SPECIAL
 from conformance.recipes.qwen_vl import QWEN_VL_IDS
 from conformance.recipes.recall_training import Damage, damaged
@@ -102,23 +101,8 @@ class GridBatch:
 
 
 def make_visual_recall_model(seed: int) -> Any:
-    """An untrained model: matrices of standard deviation 1 / sqrt(fan in), biases zero."""
-    import transformers
-
-    torch.manual_seed(seed)
-    config = transformers.Qwen2VLConfig(
-        text_config=dict(TEXT_CONFIG),
-        vision_config=dict(VISION_CONFIG),
-        **QWEN_VL_IDS,
-        tie_word_embeddings=False,
-    )
-    config._attn_implementation = "sdpa"
-    model = transformers.Qwen2VLForConditionalGeneration(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(std=1 / math.sqrt(parameter[0].numel()))
-    return model
+    """The model before training."""
+    return untrained_qwen2_vl(seed, TEXT_CONFIG, VISION_CONFIG, tied=False)
 
 
 def make_grid_batch(rng: Random, tokenizer: Any, grids: int, *, faults: bool) -> GridBatch:
