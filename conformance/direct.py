@@ -123,7 +123,7 @@ class _Truth:
     record: GoldenRecord | None = None
     reason: str = ""
 
-    def get(self, _key: str, _weights: str | None = None) -> GoldenRecord:
+    def get(self, _key: str, _weights: str | None = None, /) -> GoldenRecord:
         if self.record is None:
             raise NoGolden(self.reason)
         return self.record
@@ -219,7 +219,7 @@ def _ask(
     features = factory(source, point).capabilities().features
     if question.form in features:  # then its own ids are part of what is compared
         scenario = replace(scenario, needs=(question.form,))
-    history = retrace_scenario(scenario, point, factory, source, truth, Retrace(frozenset({ASKED})))  # type: ignore[arg-type]
+    history = retrace_scenario(scenario, point, factory, source, truth, Retrace(frozenset({ASKED})))
     engine, version = history.capabilities.engine, history.capabilities.version
     free = history.passes[0]
     run = free.requests.get(ASKED)

@@ -42,7 +42,7 @@ from conformance.media import engine_chat
 from conformance.observe import OWN_TOP, kv_digests, reduce_logits
 from conformance.records import GoldenRecord, media_embeddings, prompt_embeddings
 from conformance.scenario import RequestSpec, Scenario
-from conformance.store import RecordError, RecordStore
+from conformance.store import RecordError, Records
 
 __all__ = [
     "EngineFactory",
@@ -118,7 +118,7 @@ def run_scenario(
     point: Mapping[str, Any],
     factory: EngineFactory,
     source: ModelSource,
-    store: RecordStore,
+    store: Records,
 ) -> History:
     """Run every pass of one scenario at one point.
 
@@ -153,7 +153,7 @@ def retrace_scenario(
     point: Mapping[str, Any],
     factory: EngineFactory,
     source: ModelSource,
-    store: RecordStore,
+    store: Records,
     retrace: Retrace,
 ) -> History:
     """Run a scenario again to look inside. Its history holds stages as arrays: it is not for a disk.
@@ -173,7 +173,7 @@ def _history(
     point: Mapping[str, Any],
     factory: EngineFactory,
     source: ModelSource,
-    store: RecordStore,
+    store: Records,
     execute: Callable[[_ScenarioRun, Mapping[str, Any]], list[Pass]],
     traced: frozenset[str] = frozenset(),
 ) -> History:
@@ -206,7 +206,7 @@ def engine_requests(
     point: Mapping[str, Any],
     factory: EngineFactory,
     source: ModelSource,
-    store: RecordStore,
+    store: Records,
 ) -> dict[str, EngineRequest]:
     """The scenario's requests as the engine gets them in the free pass, by name.
 
@@ -229,7 +229,7 @@ _FORCING = frozenset({"forced_decode", "forced_prompt"})
 
 
 def _goldens(
-    scenario: Scenario, point: Mapping[str, Any], source: ModelSource, store: RecordStore
+    scenario: Scenario, point: Mapping[str, Any], source: ModelSource, store: Records
 ) -> dict[str, _Golden]:
     goldens = {}
     for name, request in scenario.requests.items():

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ __all__ = [
     "RecordError",
     "RecordSchemaError",
     "RecordStore",
+    "Records",
     "WrongWeights",
     "check_weights",
 ]
@@ -67,6 +68,14 @@ _FIELDS = frozenset(f.name for f in fields(GoldenRecord)) - {"output", "prompt",
 _TABLE = {"top_ids": np.int64, "top_logits": np.float64, "logsumexp": np.float64}
 _POSITIONS = "media.positions"
 _CASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class Records(Protocol):
+    """Where a run gets its golden records from."""
+
+    def get(self, key: str, weights_sha256: str | None = None, /) -> GoldenRecord:
+        """See `RecordStore.get`."""
+        ...
 
 
 class RecordStore:

@@ -58,10 +58,10 @@ def install() -> None:
 def _declare() -> None:
     import torch
 
-    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
     for operator in OPERATORS:
         if not hasattr(torch.ops.torchvision, operator):
-            library.define(f"{operator}(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+            library.define(f"{operator}(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]  # torch's
     _kept.append(library)
 
 

@@ -167,8 +167,7 @@ class VLLMAdapter:
             key = self._add(request)
         except (ValueError, TypeError, OSError, NotImplementedError) as error:
             return engine_error(error)
-        except Exception as error:
-            # vLLM's own kind of ValueError; anything else is a failure, not a refusal.
+        except Exception as error:  # vLLM's own kind of ValueError; all else is a failure, not a refusal
             if not any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__):
                 raise
             return EngineError("ValueError", str(error))

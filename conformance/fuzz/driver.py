@@ -69,7 +69,7 @@ def _try(
         for operation in operations:
             world.apply(operation)
         world.finish()
-    except Exception as error:
+    except Exception as error:  # whatever the code under test raises is what was looked for
         return signature_of(error), f"{type(error).__name__}: {error}"
     return None
 
@@ -129,7 +129,7 @@ class Fuzzer:
             world.finish()
             if example % self.repeat_every == 0:
                 self._repeat(setup, log, world.transcript)
-        except Exception as error:
+        except Exception as error:  # whatever the code under test raises is what was looked for
             message = f"{type(error).__name__}: {error}"
             return Failure(
                 self.target.name, signature_of(error), message, setup, tuple(log), self.seed, example
