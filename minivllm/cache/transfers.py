@@ -24,10 +24,10 @@ class Transfers:
     """Copies from the decision until a commit says they were done.
 
     A plan that is given up was not run, so its copies stay pending and the next plan has them
-    again; one whose run broke off says which it had finished. What a pending copy reads must therefore outlast it: a swap-in keeps its host blocks,
-    and a copy on write keeps the writer's reference to the source (`pins`). A swap-out needs
-    neither, being done before anything of the same plan is written; only `BlockManager.unused_slots`
-    has to leave its sources alone.
+    again; one whose run broke off says which it had finished. What a pending copy reads must
+    therefore outlast it: a swap-in keeps its host blocks, and a copy on write keeps the writer's
+    reference to the source (`pins`). A swap-out needs neither, being done before anything of the
+    same plan is written; only `BlockManager.unused_slots` has to leave its sources alone.
 
     Purely bookkeeping: references and pools are the `BlockManager`'s to change.
     """
