@@ -8,7 +8,7 @@ import torch
 
 from minivllm.errors import ConfigError
 
-__all__ = ["DEVICE_ORDER", "pin_numerics", "resolve_device", "total_memory"]
+__all__ = ["DEVICE_ORDER", "pin_numerics", "ran_out_of_memory", "resolve_device", "total_memory"]
 
 DEVICE_ORDER = ("cuda", "mps", "cpu")
 """What "auto" tries, first to last; the cpu is always there."""
@@ -49,6 +49,17 @@ def total_memory(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not a POSIX system, or one that hides it
         return None
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: that may pass, so it must not be called the fault of a request or a file.
+
+    Whoever turns all exceptions of foreign code into an error of its own lets these through, and the
+    step that broke off is done again. On the CPU torch raises a plain RuntimeError for it.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def pin_numerics() -> None:

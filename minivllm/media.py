@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minivllm.device import ran_out_of_memory
 from minivllm.errors import InvariantError
 from minivllm.layers.probe import threads
 from minivllm.models.vlm import MediaEmbeddings, VisionLanguageModel
@@ -46,6 +47,7 @@ class MediaStore:
 
         Raises:
             InvariantError: something is dropped that is not held, or the model has no encoder.
+            MemoryError, torch.OutOfMemoryError: no reason to give an item up; the step may be done again.
         """
         for content_hash in evict:
             if self._held.pop(content_hash, None) is None:
@@ -128,6 +130,8 @@ def _encode(model: VisionLanguageModel, item: MediaItem) -> MediaEmbeddings | st
     except InvariantError:
         raise
     except Exception as error:  # damaged tensors of one request must not stop the others
+        if ran_out_of_memory(error):
+            raise
         return f"{_name(item)} cannot be encoded: {type(error).__name__}: {error}"
     for what, rows in (
         ("row", found.rows),

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from minivllm.device import ran_out_of_memory
 from minivllm.errors import BadParameter, ConfigError, UnsupportedError
 from minivllm.models.hf_config import as_ids, read_json
 
@@ -133,6 +134,8 @@ class Tokenizer:
                 **variables,
             )
         except Exception as error:  # a template is a program of its author's: it may raise anything
+            if ran_out_of_memory(error):
+                raise
             raise BadParameter(f"the chat template refuses these messages: {error}") from error
         return text
 

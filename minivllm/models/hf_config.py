@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from minivllm.config import ModelConfig, RopeConfig
+from minivllm.device import ran_out_of_memory
 from minivllm.errors import ConfigError, UnsupportedError
 from minivllm.models.decoder import DecoderModel
 from minivllm.models.vlm import VisionLanguageModel
@@ -159,6 +160,8 @@ def _with_defaults(directory: Path) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         values: dict[str, Any] = config.to_dict()
     except Exception as error:  # whatever Transformers' own code trips over, the file is at fault
+        if ran_out_of_memory(error):
+            raise
         said = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{directory / 'config.json'} is not a valid configuration: {said}") from error
     return values

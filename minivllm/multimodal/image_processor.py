@@ -85,11 +85,12 @@ class ImageProcessor:
         """
         try:
             return dict(self.hf(images, return_tensors="pt", **settings))
+        # Memory too: settings may ask for more than any machine has, and nothing is queued yet.
         except (ArithmeticError, AttributeError, IndexError, MemoryError, TypeError, ValueError) as error:
             first = images[0] if isinstance(images[0], Image) else images[0][0]
             raise BadMedia(
                 f"a picture of {first.width} × {first.height} pixels cannot be processed"
-                f"{f' with {settings}' if settings else ''}: {error}"
+                f"{f' with {settings}' if settings else ''}: {error or 'not enough memory'}"
             ) from error
 
     def _checked(self, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from minivllm.device import ran_out_of_memory
 from minivllm.errors import BadMedia, UnsupportedError
 
 __all__ = ["MAX_PIXELS", "ImageSource", "Video", "load_image", "load_video"]
@@ -183,6 +184,8 @@ def _from_bytes(data: bytes, what: str) -> Image.Image:
     except Image.DecompressionBombError:
         raise BadMedia(f"{what} has far more than {MAX_PIXELS} pixels, the most that are decoded") from None
     except Exception as error:  # decoders raise anything on damaged headers
+        if ran_out_of_memory(error):
+            raise
         raise BadMedia(f"{what} is damaged: {error}") from error
     return _decoded(image, what)
 
@@ -200,6 +203,8 @@ def _decoded(image: Image.Image, what: str) -> Image.Image:
         image.load()
         upright = ImageOps.exif_transpose(image)
     except Exception as error:  # decoders raise anything on damaged data: OSError, SyntaxError, struct.error
+        if ran_out_of_memory(error):
+            raise
         raise BadMedia(f"{what} is damaged or cut short: {error}") from error
     return upright
 

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from minivllm import LLM, SamplingParams
@@ -86,3 +87,36 @@ def test_pictures_are_encoded_again_after_a_broken_step(checkpoints: Path) -> No
     got, count = serve(engine, requests, lambda: next(turns))
     assert count > 5
     assert got == expected
+
+
+@pytest.mark.parametrize(
+    "shortage",
+    [
+        MemoryError("Unable to allocate 8.00 GiB"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_that_runs_out_while_encoding_breaks_the_step_off(
+    checkpoints: Path, shortage: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(checkpoints / "tiny-qwen2-vl", num_kv_blocks=200)
+    content = [{"type": "image", "image": Image.new("RGB", (112, 84), "red")}]
+    requests = [(engine.chat_prompt([{"role": "user", "content": content}]), GREEDY)]
+    [expected], _ = serve(engine, requests)
+    engine.update_weights({})  # forgets blocks and embeddings
+    plain, errors = engine.model.encode, iter([shortage])
+
+    def encode(item: Any) -> Any:
+        for error in errors:
+            raise error
+        return plain(item)
+
+    monkeypatch.setattr(engine.model, "encode", encode)
+    engine.add_request("again", *requests[0])
+    with pytest.raises(type(shortage), match=r"alloc|memory"):
+        engine.step()
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert tuple(c.token_ids for c in outputs[-1].outputs) == expected
