@@ -34,18 +34,10 @@ from conformance.engines import (
     parse_options,
     with_options,
 )
-from conformance.environment import describe_environment
 from conformance.models import ModelUnavailable, export_models, list_models, resolve_model
 from conformance.paths import DataMissing, data_root
-from conformance.report import (
-    as_json,
-    as_junit,
-    nothing_judged,
-    print_case,
-    print_summary,
-    reproduce,
-    run_fails,
-)
+from conformance.report import nothing_judged, print_case, print_summary, reproduce, run_fails
+from conformance.report_files import add_report_options, report_files, write_reports
 from conformance.retrace import TriageError, explain
 from conformance.runner import EngineFactory
 from conformance.scenario import PROFILES, Scenario, ScenarioError, load_scenarios
@@ -73,6 +65,7 @@ _PARTS = {
     "kv-map": ("conformance.kv_map", "draw who holds which block of a KV cache"),
     "faults": ("conformance.faults.cli", "put public bugs into minivllm, and see which check finds each"),
     "doctor": ("conformance.doctor.cli", "try what an engine declares; or look at the reference here"),
+    "compare": ("conformance.compare_cli", "tell two runs apart: what is fixed, what regressed"),
     "diff": ("conformance.diff_cli", "compare two engines on one prompt; no scenario needed"),
     "fuzz": ("conformance.fuzz.cli", "fuzz a block manager or scheduler: minivllm's or your own"),
 }
@@ -179,9 +172,8 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
 
 def _must_be_writable(args: argparse.Namespace, directory: Path | None = None) -> None:
     """Raise OSError for a report that could not be written, before a run instead of after it."""
-    for path in (args.json, args.junit):
-        if path is not None:
-            path.open("a").close()
+    for path in report_files(args):
+        path.open("a").close()
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=directory):
@@ -199,11 +191,7 @@ def _finish(
     final, stale = apply_waivers(outcomes, waivers, known)
     should: Mapping[str, bool] = {"strict_should": args.strict_should}
     print_summary(console, final, stale, capabilities, **should)
-    if args.json:
-        environment = describe_environment()
-        args.json.write_text(as_json(final, stale, capabilities, environment, **should), encoding="utf-8")
-    if args.junit:
-        args.junit.write_text(as_junit(final, stale), encoding="utf-8")
+    write_reports(args, final, stale, capabilities)
     failed = run_fails(final, stale, **should)
     return 3 if nothing_judged(final) and not stale else int(failed)
 
@@ -359,8 +347,7 @@ def _add_reporting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="minivllm's own bar: 2 × the eager cached arm")
     parser.add_argument("--strict-should", action="store_true", help="a failed `should` fails the run")
     parser.add_argument("--waivers", type=Path, metavar="FILE", help="known failures of this engine")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+    add_report_options(parser)
 
 
 def _factory(args: argparse.Namespace) -> EngineFactory:

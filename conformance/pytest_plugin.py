@@ -116,7 +116,7 @@ def judge_case(request: pytest.FixtureRequest, record_property: Any) -> Any:
         outcome = run_case(case, run.factory, run.store, root=run.root)
         record_property(_VERDICT, [case.label, outcome.verdict.value])
         [outcome], _stale = apply_waivers([outcome], run.waivers, [])
-        told = "\n".join(_sentence(finding) for finding in telling(outcome.judgement))
+        told = "\n".join(_sentence(finding) for finding in telling(outcome.judgement.findings))
         if outcome.verdict is Verdict.SKIP:
             pytest.skip(told)
         if outcome.waiver is not None:

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from conformance import EDITION
+from conformance import EDITION, REPORT_SCHEMA
 from conformance.adapters.base import Capabilities
 from conformance.power import KINDS, seeded_power
 from conformance.suite import Outcome
 from conformance.triage import as_lines
-from conformance.verdicts import Finding, Judgement, Verdict
+from conformance.verdicts import Finding, Verdict
 from conformance.waivers import Waiver
 
 __all__ = ["as_json", "as_junit", "nothing_judged", "print_case", "print_summary", "run_fails"]
@@ -59,7 +59,7 @@ def print_case(console: Console, outcome: Outcome) -> None:
         waiver = outcome.waiver
         console.print(f"       waived: {escape(waiver.reason)} ({escape(waiver.issue)})", soft_wrap=True)
     told: set[tuple[str | None, str]] = set()
-    for finding in telling(outcome.judgement):
+    for finding in telling(outcome.judgement.findings):
         console.print(f"       {escape(_sentence(finding))}", highlight=False, soft_wrap=True)
         for line in _triage_lines(finding):
             if (finding.request, line) in told:
@@ -140,9 +140,9 @@ def seeded_line(outcomes: Sequence[Outcome], engine: Capabilities) -> str:
     return text + "."
 
 
-def telling(judgement: Judgement) -> list[Finding]:
-    """The findings that explain a verdict other than PASS; the worst first, each message once."""
-    wanted = [f for f in judgement.findings if f.verdict not in (Verdict.PASS, Verdict.NOISE)]
+def telling(findings: Sequence[Finding]) -> list[Finding]:
+    """Those that explain a verdict other than PASS; the worst first, each message once."""
+    wanted = [f for f in findings if f.verdict not in (Verdict.PASS, Verdict.NOISE)]
     wanted.sort(key=lambda f: -f.verdict.severity)
     return list({(f.verdict, f.check, f.request, f.message): f for f in wanted}.values())
 
@@ -160,9 +160,10 @@ def as_json(
     *,
     strict_should: bool = False,
 ) -> str:
-    """The whole run as JSON, for programs."""
+    """The whole run as JSON, for programs; `conformance.saved_report` reads it."""
     return json.dumps(
         {
+            "schema": REPORT_SCHEMA,
             "suite": EDITION,
             "failed": run_fails(outcomes, stale, strict_should=strict_should),
             "engine": None if engine is None else {"name": engine.engine, "version": engine.version},
@@ -193,7 +194,7 @@ def as_junit(outcomes: Sequence[Outcome], stale: Sequence[tuple[Waiver, str]]) -
                 name=outcome.case.label,
                 time=f"{outcome.seconds:.3f}",
             )
-            text = "\n".join(_sentence(finding) for finding in telling(outcome.judgement))
+            text = "\n".join(_sentence(finding) for finding in telling(outcome.judgement.findings))
             tag = {
                 Verdict.FAIL: "failure",
                 Verdict.ERROR: "error",
@@ -233,7 +234,10 @@ def _plain_case(outcome: Outcome) -> dict[str, Any]:
     case, judgement = outcome.case, outcome.judgement
     return {
         "scenario": case.scenario.id,
+        "label": case.label,
         "area": case.scenario.area,
+        "requirement": case.scenario.requirement,
+        "source": list(case.scenario.source),
         "level": judgement.level,
         "point": dict(case.point),
         "verdict": outcome.verdict.value,

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from conformance import cli as conformance_cli
-from conformance import diff_cli, golden_cli, kv_map
+from conformance import compare_cli, diff_cli, golden_cli, kv_map
 from conformance.doctor import cli as doctor_cli
 from conformance.faults import cli as faults_cli
 from conformance.fuzz import cli as fuzz_cli
@@ -19,6 +19,7 @@ from conformance.scenario import load_scenario
 from minivllm import cli as minivllm_cli
 
 OWN_PARSERS = {
+    "compare": compare_cli.parser(),
     "doctor": doctor_cli.parser(),
     "diff": diff_cli.parser(),
     "faults": faults_cli.parser(),

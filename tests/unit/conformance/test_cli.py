@@ -131,6 +131,18 @@ def test_an_unknown_argument_exits_with_2(run: Run) -> None:
     assert caught.value.code == 2
 
 
+def test_the_report_of_a_run_is_compared_with_that_of_another_and_summed_up(run: Run, tmp_path: Path) -> None:
+    right, wrong, summary = tmp_path / "right.json", tmp_path / "wrong.json", tmp_path / "s.md"
+    assert run("run", "--engine", RIGHT, "toy/one", "--json", right)[0] == 0
+    assert run("run", "--engine", WRONG, "toy/one", "--json", wrong, "--markdown", summary)[0] == 1
+    assert main(["compare", str(right), str(right)]) == main(["compare", str(wrong), str(right)]) == 0
+    assert main(["compare", str(right), str(wrong)]) == 1
+    text = summary.read_text(encoding="utf-8")
+    assert text.startswith("# fake 1: FAILED\n")
+    assert "## FAIL `toy/one[block_size=1]`\n\nIt answers.\n" in text
+    assert "```console\nconformance run toy/one --engine fake" in text
+
+
 def test_json_and_junit_are_written(run: Run, tmp_path: Path) -> None:
     report, junit = tmp_path / "r.json", tmp_path / "r.xml"
     status, _, _ = run("run", "--engine", WRONG, "--json", report, "--junit", junit)
@@ -208,7 +220,7 @@ def test_a_history_of_a_request_that_has_changed_since_is_refused(
     assert "golden of another request than the scenario's; run it again" in err
 
 
-@pytest.mark.parametrize("option", ["--json", "--junit", "--history"])
+@pytest.mark.parametrize("option", ["--json", "--junit", "--markdown", "--history"])
 def test_a_place_that_cannot_be_written_is_told_before_the_run(run: Run, tmp_path: Path, option: str) -> None:
     (tmp_path / "file").touch()
     status, out, err = run("run", "--engine", RIGHT, option, tmp_path / "file" / "below")

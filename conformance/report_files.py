@@ -1,0 +1,49 @@
+"""The reports that a run writes to files, and the options that ask for them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance.adapters.base import Capabilities
+from conformance.environment import describe_environment
+from conformance.markdown import run_markdown, write_markdown
+from conformance.report import as_json, as_junit
+from conformance.saved_report import parse_report
+from conformance.suite import Outcome
+from conformance.waivers import Waiver
+
+__all__ = ["add_report_options", "report_files", "write_reports"]
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name files to write."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write a summary; appended to $GITHUB_STEP_SUMMARY"
+    )
+
+
+def report_files(args: argparse.Namespace) -> list[Path]:
+    """The files that will be written."""
+    return [path for path in (args.json, args.junit, args.markdown) if path is not None]
+
+
+def write_reports(
+    args: argparse.Namespace,
+    outcomes: Sequence[Outcome],
+    stale: Sequence[tuple[Waiver, str]],
+    engine: Capabilities | None,
+) -> None:
+    """Write every report that was asked for; all tell the same as the JSON one."""
+    if not report_files(args):
+        return
+    text = as_json(outcomes, stale, engine, describe_environment(), strict_should=args.strict_should)
+    if args.json:
+        args.json.write_text(text, encoding="utf-8")
+    if args.junit:
+        args.junit.write_text(as_junit(outcomes, stale), encoding="utf-8")
+    if args.markdown:
+        write_markdown(args.markdown, run_markdown(parse_report(text, "this run")))

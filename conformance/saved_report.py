@@ -1,0 +1,154 @@
+"""Reports on disk: what `--json` wrote, read back as values for comparing and for showing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from conformance import EDITION, REPORT_SCHEMA
+from conformance.verdicts import Finding, Power, Verdict
+
+__all__ = [
+    "EngineName",
+    "Report",
+    "ReportError",
+    "SavedCase",
+    "SavedWaiver",
+    "StaleWaiver",
+    "parse_report",
+    "read_report",
+]
+
+
+class ReportError(ValueError):
+    """A file is no report that this suite can read, or does not go with another; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineName:
+    """The engine that was judged."""
+
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWaiver:
+    """Why a failure was waived."""
+
+    reason: str
+    issue: str
+
+
+@dataclass(frozen=True, slots=True)
+class StaleWaiver:
+    """A waiver that waives nothing: its line, the scenario it names, and why it is stale."""
+
+    line: int
+    scenario: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCase:
+    """One scenario at one point, and its verdict.
+
+    Attributes:
+        label: the scenario's id and those values of the point that tell it from the others.
+        reproduce: one command that shows the failure again, if it failed.
+    """
+
+    scenario: str
+    label: str
+    area: str
+    requirement: str
+    source: tuple[str, ...]
+    level: str
+    point: Mapping[str, Any]
+    verdict: Verdict
+    seconds: float
+    waiver: SavedWaiver | None
+    reproduce: str | None
+    power: Power
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One run.
+
+    Attributes:
+        suite: the suite's edition; a verdict is meaningful only together with it.
+        engine: None where histories of several engines were judged again.
+        power, seeded_faults: what the run could have seen, in words.
+    """
+
+    schema: int
+    suite: str
+    failed: bool
+    engine: EngineName | None
+    environment: Mapping[str, str]
+    cases: tuple[SavedCase, ...]
+    stale_waivers: tuple[StaleWaiver, ...]
+    power: str
+    seeded_faults: str | None
+
+    @property
+    def title(self) -> str:
+        """The engine and its version, for headings."""
+        return "saved histories" if self.engine is None else str(self.engine)
+
+    @property
+    def engine_name(self) -> str:
+        """The engine without its version, to match runs by."""
+        return "saved histories" if self.engine is None else self.engine.name
+
+
+_REPORT = TypeAdapter(Report)
+
+
+def read_report(path: Path, *, other_editions: bool = False) -> Report:
+    """Read what `conformance run --json` wrote.
+
+    Args:
+        other_editions: take reports of other editions of the suite, too.
+
+    Raises:
+        ReportError: not JSON, no report, or one of another schema or edition.
+        OSError: the file cannot be read.
+    """
+    return parse_report(path.read_text(encoding="utf-8"), str(path), other_editions=other_editions)
+
+
+def parse_report(text: str, name: str, *, other_editions: bool = False) -> Report:
+    """The same from the file's text; `name` is for messages."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{name}: not JSON: {error}") from error
+    if not isinstance(data, dict) or not {"suite", "cases"} <= set(data):
+        raise ReportError(f"{name}: not a report; conformance run --json FILE writes one")
+    if data.get("schema") != REPORT_SCHEMA:
+        which = (
+            f"report schema {data['schema']!r}" if "schema" in data else "a report without a schema number"
+        )
+        raise ReportError(f"{name}: {which}; this suite reads {REPORT_SCHEMA}: run again")
+    if data["suite"] != EDITION and not other_editions:
+        raise ReportError(
+            f"{name}: of suite {data['suite']}, and this is {EDITION}: verdicts of two editions may differ "
+            "without a change of the engine; run again, or take it as it is: --across-editions"
+        )
+    try:
+        return _REPORT.validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ReportError(f"{name}: not a report: {where}: {first['msg']}") from error
