@@ -167,6 +167,24 @@ def _no_salt(seam: Seam) -> None:
 
 
 @PREFIX_CACHE.add(
+    "prompt-embeddings-not-in-the-key",
+    "prefix-cache/other-prompt-embeddings[model=tiny-llama]",
+    origin="https://github.com/InternLM/lmdeploy/issues/4933",
+    at="PrefixChain._tags: embeddings of a prompt",
+    detector="cached_tokens",
+)
+def _no_embeddings(seam: Seam) -> None:
+    """Keys hold token ids and pictures, and a prompt of embeddings has neither."""
+
+    def tags(self: PrefixChain, start: int, media: Any) -> Iterator[Any]:
+        seen = [rows for rows in media if rows.modality != "embeds"]
+        seam.fire(len(seen) < len(media))
+        yield from genuine(self, start, seen)
+
+    genuine = seam.set(PrefixChain, "_tags", tags)
+
+
+@PREFIX_CACHE.add(
     "no-parent-in-the-key",
     "prefix-cache/same-block-behind-another",
     origin=f"{NANO}/issues/163 (its second input: equal block, other parent)",
