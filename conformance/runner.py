@@ -406,10 +406,12 @@ class _ScenarioRun:
         return prompt_embeddings(record)
 
     def _sampling(self, spec: RequestSpec) -> dict[str, Any]:
-        """What the scenario asks; and logprobs, where they are the only numbers the engine shows."""
+        """What the scenario asks; and logprobs, where they are the only numbers the engine shows, or
+        the scenario judges numbers."""
         sampling = dict(spec.sampling)
         features = self.capabilities.features
-        if "stages" not in features and spec in self.scenario.judged_by_golden():
+        numbers = "stages" not in features or bool(self.scenario.check("logits_within_yardstick"))
+        if numbers and spec in self.scenario.judged_by_golden():
             if "logprobs" in features:
                 sampling.setdefault("logprobs", OWN_TOP)
             elif "chosen_logprobs" in features:

@@ -7,8 +7,10 @@ ways in which it can be broken.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -16,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conformance.adapters.base import (
-    FEATURES,
     Capabilities,
     EngineError,
     EngineOutput,
     EngineRequest,
     ModelSource,
     PoolState,
+    TokenLogprob,
 )
 from conformance.adapters.fake_model import EOS, VOCAB, Logits, entries, replaying, toy_logits
 from conformance.records import GoldenRecord
@@ -41,9 +43,34 @@ FAULTS: Mapping[str, str] = {
     "stale_prefix": "a cached prefix is matched by its length alone",
     "chunk_seam": "the logits depend on how the prompt was split",
     "poison_leak": "poisoned memory reaches the logits",
+    "placement_leak": "the logits depend on whether a request's blocks lie side by side",
     "crash": "the third step raises",
     "hang": "nothing is ever scheduled",
 }
+
+#: What the toy does; named one by one, so that a new feature of the suite is not declared unseen.
+_DECLARED = frozenset(
+    {
+        "token_ids",
+        "output_ids",
+        "logprobs",
+        "chosen_logprobs",
+        "prompt_logprobs",
+        "forced_decode",
+        "forced_prompt",
+        "stepped",
+        "preempt",
+        "prefix_cache",
+        "chunked_prefill",
+        "block_size",
+        "pool_size",
+        "poison",
+        "traced",
+        "stages",
+        "pool",
+        "bitwise",
+    }
+)
 
 
 @dataclass
@@ -71,7 +98,9 @@ class _Live:
 
 
 class FakeEngine:
-    """The toy as an adapter with every feature but text; see `conformance.adapters.base`.
+    """The toy as an adapter: tokens, numbers, steps and blocks, but no text and no sampling.
+
+    See `conformance.adapters.base` for the methods.
 
     Args:
         logits: its model.
@@ -91,6 +120,8 @@ class FakeEngine:
         self._options = {"block_size": 16, "num_kv_blocks": 256, "max_num_batched_tokens": 64, **options}
         self._requests: dict[str, _Live] = {}
         self._free = list(range(1, self._options["num_kv_blocks"]))
+        if "placement" in self._options:
+            random.Random(self._options["placement"]).shuffle(self._free)
         self._index: dict[tuple[Any, ...], None] = {}
         self._events: list[Mapping[str, Any]] = []
         self._steps = 0
@@ -105,28 +136,11 @@ class FakeEngine:
         self._requests.clear()
 
     def capabilities(self) -> Capabilities:
-        absent = {
-            "text",
-            "chat",
-            "stop_strings",
-            "streaming",
-            "penalties",
-            "sampling",
-            "kv",
-            "update_weights",
-            "parallel_sampling",
-            "swap",
-            "snapshot",
-            "image",
-            "video",
-            "image_embeds",
-            "prompt_embeds",
-        }
         return Capabilities(
             engine="fake",
             version="1",
             dtypes=("float32",),
-            features=frozenset(FEATURES) - absent - self._without,
+            features=_DECLARED - self._without,
             options=frozenset(
                 {
                     "block_size",
@@ -137,6 +151,7 @@ class FakeEngine:
                     "batch_invariant",
                     "attention_backend",
                     "threads",
+                    "placement",
                 }
             ),
             missing=dict.fromkeys(self._without, "left out for a test"),
@@ -229,8 +244,11 @@ class FakeEngine:
         return events
 
     def stages(self, request_id: str) -> Mapping[str, NDArray[np.generic]]:
-        rows = self._requests[request_id].rows
-        return {"logits": np.stack(rows)} if rows else {}
+        live = self._requests[request_id]
+        shown = {"logits": np.stack(live.rows)} if live.rows else {}
+        if "prompt_logits" in live.request.capture and len(live.prompt) > 1:
+            shown["prompt_logits"] = np.stack(self._prompt_rows(live))
+        return shown
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -297,7 +315,17 @@ class FakeEngine:
             row[4] += np.float32(live.seams) * 4
         if self._fault == "poison_leak" and live.poisoned:
             row[5] += np.float32(30)
+        if self._fault == "placement_leak" and any(a != b + 1 for a, b in pairwise(live.blocks)):
+            row[6] += np.float32(30)
         return row
+
+    def _prompt_rows(self, live: _Live) -> list[NDArray[np.float32]]:
+        """The logits after each prompt token but the last."""
+        return [self._model(live.prompt[: i + 1]) for i in range(len(live.prompt) - 1)]
+
+    def _prompt_logprobs(self, live: _Live, count: int) -> tuple[tuple[TokenLogprob, ...] | None, ...]:
+        rows = zip(self._prompt_rows(live), live.prompt[1:], strict=True)
+        return (None, *(entries(row, token, count) for row, token in rows))
 
     def _finish_if_done(self, live: _Live, token: int) -> None:
         sampling = live.request.sampling
@@ -323,6 +351,7 @@ class FakeEngine:
 
     def _output(self, live: _Live) -> EngineOutput:
         count = live.request.sampling.get("logprobs")
+        prompt_count = live.request.sampling.get("prompt_logprobs")
         return EngineOutput(
             request_id=live.request.request_id,
             text="",
@@ -333,6 +362,7 @@ class FakeEngine:
             logprobs=None
             if count is None
             else tuple(entries(r, t, count) for r, t in zip(live.rows, live.output, strict=True)),
+            prompt_logprobs=None if prompt_count is None else self._prompt_logprobs(live, prompt_count),
             finish_reason=live.finish_reason,
             stop_reason=live.stop_reason,
             num_cached_tokens=max(0, live.cached),

@@ -15,9 +15,9 @@ from safetensors import numpy as safetensors
 
 from conformance import EDITION, RECORD_SCHEMA
 from conformance.adapters.base import TokenLogprob
-from conformance.canonical import request_key
+from conformance.canonical import media_parts, request_key
 from conformance.models import weights_sha256
-from conformance.records import ArmError, GoldenRecord, LogitTable, Yardstick
+from conformance.records import ArmError, GoldenRecord, LogitTable, MediaRecord, Yardstick
 from conformance.scenario import load_scenarios
 from conformance.store import RecordStore
 
@@ -54,7 +54,10 @@ def replaying(records: Sequence[GoldenRecord]) -> Logits:
     for record in records:
         for i in range(len(record.token_ids)):
             context = record.prompt_token_ids + record.token_ids[:i]
-            known[context] = _row_of(record, i)
+            known[context] = _row_of(record.output, i)
+        if record.prompt is not None:
+            for i in range(len(record.prompt)):
+                known[record.prompt_token_ids[: i + 1]] = _row_of(record.prompt, i)
 
     def logits(context: Sequence[int]) -> NDArray[np.float32]:
         row = known.get(tuple(context))
@@ -63,9 +66,8 @@ def replaying(records: Sequence[GoldenRecord]) -> Logits:
     return logits
 
 
-def _row_of(record: GoldenRecord, position: int) -> NDArray[np.float32]:
-    """A whole row with the record's top logits and its logsumexp, the rest spread evenly."""
-    table = record.output
+def _row_of(table: LogitTable, position: int) -> NDArray[np.float32]:
+    """A whole row with a table's top logits and its logsumexp, the rest spread evenly."""
     ids, top, total = table.top_ids[position], table.top_logits[position], table.logsumexp[position]
     size = max(VOCAB, int(table.top_ids.max()) + 1)
     left = math.exp(total) - float(np.exp(top).sum())
@@ -86,6 +88,7 @@ def toy_record(request: Mapping[str, Any], weights: str) -> GoldenRecord:
         rows.append(toy_logits([*prompt, *tokens]))
         tokens.append(int(rows[-1].argmax()))
     stopped = tokens[-1] in stops
+    pictures = media_parts(request["prompt"])  # of which the toy's model sees nothing
     key = request_key(request)
     return GoldenRecord(
         schema=RECORD_SCHEMA,
@@ -106,6 +109,7 @@ def toy_record(request: Mapping[str, Any], weights: str) -> GoldenRecord:
         prompt=_table([toy_logits(prompt[: i + 1]) for i in range(len(prompt) - 1)])
         if request["prompt_logprobs"]
         else None,
+        media=MediaRecord(tuple({"rows": 0} for _ in pictures), (), "", "") if pictures else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,8 @@ def row_errors(row: LogitRow, table: LogitTable, position: int) -> NDArray[np.fl
 def logits_within_yardstick(case: Case, args: Any) -> list[Finding]:
     """Judge raw logits (or, lacking them, logprobs) at the truth's top ids of every position.
 
+    Of an engine that shows both, logprobs are judged too: what turns logits into them can be wrong.
+
     Every error at most 4 M; rms at most 4 R over a case of at least 16 positions. Shorter cases
     are pooled with the other cases of the history, each in units of its own R. `strict: true`
     also holds each long case to 2 × the rms of the eager cached arm.
@@ -107,6 +109,8 @@ def logits_within_yardstick(case: Case, args: Any) -> list[Finding]:
     pooled = _pooled_ratio([m for m in measured if m.positions < MIN_POSITIONS], measured)
     for one in measured:
         findings += _verdict(case, one, pooled, strict)
+        if one.source == "logits" and one.run.sampling.get("logprobs") is not None and case.has("logprobs"):
+            findings.append(_logprobs_too(case, one))
     return findings
 
 
@@ -212,6 +216,23 @@ def _measure_logprobs(case: Case, aligned: Aligned) -> _Measured:
         _note(case, measured, position, errors, limit, ids)
         measured.errors.append(errors)
     return measured
+
+
+def _logprobs_too(case: Case, of: _Measured) -> Finding:
+    """The logprobs of a request whose logits were measured, by the largest-error rule."""
+    try:
+        one = _measure_logprobs(case, align(case, of.run, of.record))
+    except CheckFailed as failed:
+        return failed.finding
+    if one.failures:
+        first = one.failures[0]
+        more = f"; {len(one.failures) - 1} more positions are off" if len(one.failures) > 1 else ""
+        return replace(first, message=f"{first.message}{more}")
+    verdict = case.soften(Verdict.PASS)
+    if one.unjudged:
+        verdict = Verdict.worst((verdict, Verdict.WEAK))
+    message = f"{one.positions} positions by logprobs: max {one.worst / _unit(one.record.yardstick.M):.3g} M"
+    return Finding(verdict, CHECK, one.run.request_id, message, saw="logprobs")
 
 
 def _note(

@@ -1,4 +1,4 @@
-"""A toy engine of one file passes; ten that are each wrong in one subtle way are caught."""
+"""A toy engine of one file passes; eleven that are each wrong in one subtle way are caught."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from conformance.verdicts import Verdict
 
 SCENARIOS = ("prefix-cache/salt-isolation", "prefix-cache/shared-prefix")
 WRONG = ("PlainRope", "TiledHeads", "ZeroEpsilon", "QuickGelu", "SeesTheNext", "SaltBlind", "StaleHit")
-WRONG += ("WholePromptHit", "HalfScores", "LatePositions")
+WRONG += ("WholePromptHit", "HalfScores", "LatePositions", "TopOnly")
 
 
 def verdicts(engine: Any) -> set[Verdict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def test_a_golden_of_other_weights_is_not_used(tmp_path: Path) -> None:
 def test_a_sampled_request_has_no_golden_and_no_error_about_it(tmp_path: Path) -> None:
     text = (HEAD + BODY).replace("tokens_match_golden", "tokens_match_golden: one")
     text = text.replace("seed: 2, low: 3, high: 60}, ", "seed: 2, low: 3, high: 60}, logit_bias: {3: 0.5}, ")
-    run = history(tmp_path, text).passes[0].requests["two"]
+    run = history(tmp_path, text, _Spy()).passes[0].requests["two"]
     assert (run.golden_key, run.golden_error) == (None, None)
 
 
@@ -194,10 +195,14 @@ def test_a_minimal_engine_is_judged_by_what_it_returns(tmp_path: Path) -> None:
     assert free.pool_after is None
 
 
-def test_logprobs_are_not_asked_for_where_logits_are_shown(tmp_path: Path) -> None:
-    [free] = history(tmp_path).passes
+def test_logprobs_are_asked_for_beside_logits_where_numbers_are_judged_only(tmp_path: Path) -> None:
+    [free] = history(tmp_path / "tokens").passes
     assert free.requests["one"].output is not None
     assert free.requests["one"].output.logprobs is None
+    numbers = (HEAD + BODY).replace("- tokens_match_golden", "- logits_within_yardstick")
+    [free] = history(tmp_path / "numbers", numbers).passes
+    assert free.requests["one"].output is not None
+    assert [len(row) for row in free.requests["one"].output.logprobs or ()] == [20] * 8
 
 
 # ---- arms ----------------------------------------------------------------------------------------
@@ -299,13 +304,11 @@ class _Spy:
             self.requests[request.request_id] = request
             return submit(request)
 
-        def with_words() -> Any:
-            from dataclasses import replace
-
+        def more() -> Any:  # than it does: what it is handed is all that is looked at
             seen = capabilities()
-            return replace(seen, features=seen.features | {"text", "chat"})
+            return replace(seen, features=seen.features | {"text", "chat", "logit_control"})
 
-        adapter.submit, adapter.capabilities = spying, with_words
+        adapter.submit, adapter.capabilities = spying, more
         return adapter
 
 

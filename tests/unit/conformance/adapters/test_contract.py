@@ -41,7 +41,6 @@ PROTOCOLS: Mapping[str, type] = {
     "snapshot": Snapshots,
     "update_weights": Weights,
 }
-FAKE = "conformance.adapters.fake:FakeEngine"
 PROMPTS = ((3, 20, 11, 27, 5), (9, 8, 7, 6, 5, 4, 3), (3, 20))
 
 Make = Callable[[], EngineAdapter]
@@ -52,7 +51,7 @@ def marked(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.skipif(absent, reason=f"{name} is not installed here"))
 
 
-@pytest.fixture(scope="module", params=[*(marked(name) for name in ENGINES), FAKE])
+@pytest.fixture(scope="module", params=[marked(name) for name in ENGINES])
 def make(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[Make]:
     """Makes the adapter, not yet entered; of an HTTP server that serves minivllm, for `openai`."""
     source = ModelSource("tiny", tiny_checkpoint, "w")

@@ -129,6 +129,28 @@ def test_logprobs_are_of_the_logits_and_sorted() -> None:
         assert [entry.rank for entry in row] == [1, 2, 3]
 
 
+def test_prompt_logprobs_are_of_the_logits_after_each_prompt_token() -> None:
+    prompt = (5, 9, 20)
+    e = engine()
+    asked = EngineRequest(
+        "one",
+        {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 1},
+        prompt,
+        capture=frozenset({"logits", "prompt_logits"}),
+    )
+    [output] = e.generate([asked])
+    rows = [toy_logits(prompt[:1]), toy_logits(prompt[:2])]
+    np.testing.assert_array_equal(e.stages("one")["prompt_logits"], rows)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    for row, token, told in zip(rows, prompt[1:], output.prompt_logprobs[1:], strict=True):
+        assert told is not None
+        assert told[0].token_id == int(row.argmax())
+        [own] = [entry for entry in told if entry.token_id == token]
+        exact = row.astype(np.float64)
+        assert own.logprob == pytest.approx(exact[token] - np.log(np.exp(exact).sum()))
+
+
 def test_the_pool_is_conserved() -> None:
     e = engine()
     before = e.pool()

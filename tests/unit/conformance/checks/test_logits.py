@@ -136,6 +136,34 @@ def test_the_band_of_a_logprob_grows_with_its_own_rounding() -> None:
     assert logprob_band(RED, 1000.0) > 4 * M + 4 * R + 1e-4
 
 
+def renormalised(run: RequestRun, by: float) -> RequestRun:
+    """The same tokens and logits, every log-probability larger by a constant."""
+    assert run.output is not None
+    assert run.output.logprobs is not None
+    moved = tuple(tuple(replace(e, logprob=e.logprob + by) for e in row) for row in run.output.logprobs)
+    return replace(run, output=replace(run.output, logprobs=moved))
+
+
+def test_right_logits_with_another_normaliser_fail() -> None:
+    right = judged(answer(RED, logprobs=20))
+    assert right.verdict is Verdict.PASS
+    assert [f.saw for f in right.findings] == ["logits", "logprobs"]
+    by_logits, by_logprobs = judged(renormalised(answer(RED, logprobs=20), 0.01)).findings
+    assert (by_logits.verdict, by_logits.saw) == (Verdict.PASS, "logits")
+    assert (by_logprobs.verdict, by_logprobs.saw, by_logprobs.position) == (Verdict.FAIL, "logprobs", 0)
+    assert "off by +0.01" in by_logprobs.message
+    assert "; 23 more positions are off" in by_logprobs.message
+
+
+def test_logprobs_that_were_asked_and_did_not_come_fail_beside_right_logits() -> None:
+    run = answer(RED, logprobs=20)
+    assert run.output is not None
+    by_logits, missing = judged(replace(run, output=replace(run.output, logprobs=None))).findings
+    assert by_logits.verdict is Verdict.PASS
+    assert missing.verdict is Verdict.FAIL
+    assert "0 lists of logprobs, none for position 0" in missing.message
+
+
 def test_listed_logprobs_below_the_top_twenty_are_not_judged() -> None:
     run = answer(RED, stages=False, logprobs=30)
     h = make_history([make_pass("free", [run])], features=frozenset({"logprobs", "output_ids"}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ from conformance.doctor import engine as doctor
 from conformance.doctor.cli import main
 from conformance.doctor.engine import DECLARED_BUT_FAILING, NOT_TRIED, UNKNOWN, WORKS, examine_engine
 from conformance.doctor.probes import PROBES, SCENARIOS
+from conformance.engines import find_engine
+from conformance.models import resolve_model
 
-#: What the toy declares so that scenarios run on it, and does not do.
-NOT_THE_TOYS = ("prompt_logprobs", "logit_control", "strict_loading", "strict_rope")
-NOT_THE_TOYS += ("sliding_windows", "strict_windows")
 SOURCE = ModelSource("toy", Path("toy"), "w")
 A_SCENARIO = """\
 requirement: It answers.
@@ -34,7 +34,7 @@ checks: [tokens_match_golden]
 OPTIONS: Mapping[str, Any] = {"dtype": "float32", "device": "cpu"}
 
 
-def states(fault: str | None = None, without: tuple[str, ...] = NOT_THE_TOYS) -> dict[str, tuple[str, str]]:
+def states(fault: str | None = None, without: tuple[str, ...] = ()) -> dict[str, tuple[str, str]]:
     findings = examine_engine(fake_engine(fault=fault, without=without), SOURCE, OPTIONS)
     return {f.feature: (f.state, f.told) for f in findings}
 
@@ -49,7 +49,7 @@ def test_every_feature_has_one_probe() -> None:
 
 
 def test_a_sound_engine_does_what_it_declares_and_nothing_else_is_tried() -> None:
-    found = states()
+    found = states(without=("prompt_logprobs",))
     assert failing(found) == set()
     assert found["prefix_cache"] == (WORKS, "")
     assert found["bitwise"] == (WORKS, "")
@@ -86,6 +86,9 @@ def test_a_feature_without_its_option_or_its_method_fails() -> None:
             features = frozenset({"token_ids", "block_size", "kv", "prompt_logprobs"})
             return type(told)("mute", "1", told.dtypes, features)
 
+        def generate(self, requests: Any) -> Any:
+            return [replace(output, prompt_logprobs=None) for output in super().generate(requests)]
+
     found = {f.feature: f.told for f in examine_engine(Mute, SOURCE, OPTIONS) if f.state != NOT_TRIED}
     assert found == {
         "token_ids": "",
@@ -95,16 +98,38 @@ def test_a_feature_without_its_option_or_its_method_fails() -> None:
     }
 
 
+class Boastful(FakeEngine):
+    """The toy, which takes any checkpoint, as if it refused some."""
+
+    def capabilities(self) -> Any:
+        told = super().capabilities()
+        return replace(told, features=frozenset({"strict_loading", "strict_rope"}))
+
+
+#: An engine of the box → the features that must not be missing, so that an empty list is no success.
+SOUND = {
+    "fake": {"token_ids", "prompt_logprobs", "stages", "bitwise", "preempt"},
+    "minivllm": set(FEATURES) - {"strict_windows"},
+    "hf": {"token_ids", "text", "chat", "prompt_logprobs", "forced_decode"},
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_the_engines_of_the_box_do_what_they_declare(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what a whole scenario must show: those run in the suite."""
+    monkeypatch.setattr(doctor, "_by_scenario", lambda *_: (WORKS, ""))
+    source = SOURCE if name == "fake" else resolve_model("tiny-llama")
+    found = list(examine_engine(find_engine(name), source, OPTIONS))
+    assert [f for f in found if f.state not in (WORKS, NOT_TRIED)] == []
+    assert {f.feature for f in found if f.state == WORKS} >= SOUND[name]
+
+
 def test_a_scenario_is_the_probe_where_a_checkpoint_must_be_made_for_it(tmp_path: Path) -> None:
     write_toy_suite(tmp_path, {"a/b": A_SCENARIO})
-    found = {f.feature: f for f in examine_engine(fake_engine(), SOURCE, OPTIONS, tmp_path)}
+    found = {f.feature: f for f in examine_engine(Boastful, SOURCE, OPTIONS, tmp_path)}
     assert found["strict_loading"].state == UNKNOWN
     assert found["strict_loading"].told == "loading/missing-tensor is not in this suite"
-    [rope] = [
-        f
-        for f in examine_engine(fake_engine(without=[*set(FEATURES) - {"strict_rope"}]), SOURCE, OPTIONS)
-        if f.state != NOT_TRIED
-    ]
+    [rope] = [f for f in examine_engine(Boastful, SOURCE, OPTIONS) if f.feature == "strict_rope"]
     assert rope.state == DECLARED_BUT_FAILING
     assert rope.told.startswith("loading/dynamic-rope: ")
 
@@ -117,17 +142,13 @@ def test_an_adapter_that_cannot_say_what_it_can_do_is_told() -> None:
         list(doctor.examine_engine(broken, SOURCE, OPTIONS))
 
 
-def sound(model: ModelSource, options: Mapping[str, Any]) -> FakeEngine:
-    return fake_engine(without=NOT_THE_TOYS)(model, options)
-
-
 def test_the_exit_status_tells_whether_something_declared_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("conformance.doctor.cli.find_engine", lambda _name: sound)
+    monkeypatch.setattr("conformance.doctor.cli.find_engine", lambda _name: FakeEngine)
     assert main(["--engine", "toy"]) == 0
     shown = capsys.readouterr().out
-    assert "17 capabilities work, 0 are declared and fail" in shown
+    assert "18 capabilities work, 0 are declared and fail" in shown
     assert "not declared swap" in shown
 
     monkeypatch.setattr("conformance.doctor.cli.find_engine", lambda _name: fake_engine(fault="poison_leak"))
