@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from conformance import EDITION
 from conformance.adapters.base import Capabilities
 from conformance.adapters.received import AdapterError, declared
+from conformance.again import invocation_of, with_commands
 from conformance.archive import ArchiveError, read_histories
 from conformance.catalogue import lint_suite, print_explanation, print_list
 from conformance.engines import (
@@ -41,6 +42,7 @@ from conformance.report_files import add_report_options, report_files, write_rep
 from conformance.retrace import TriageError, explain
 from conformance.runner import EngineFactory
 from conformance.scenario import PROFILES, Scenario, ScenarioError, load_scenarios
+from conformance.stability_report import add_stability_options, run_stability
 from conformance.store import RecordError, RecordStore
 from conformance.suite import (
     Case,
@@ -140,6 +142,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             )
             if outcome.verdict is Verdict.FAIL and looked < args.triage:
                 outcome, looked = explain(outcome, factory, store, root=args.data), looked + 1
+            outcome = with_commands(outcome, invocation_of(args))
             outcomes.append(outcome)
             progress.advance(task)
             waived, _ = apply_waivers([outcome], waivers, [])
@@ -207,6 +210,7 @@ def _triage(args: argparse.Namespace, console: Console) -> int:
             found = look_into(outcome, factory, store, requests=args.request, root=args.data)
         except TriageError as reason:
             error = str(reason)
+        outcome = with_commands(outcome, invocation_of(args))
         print_case(console, outcome)
         print_examined(console, found)
         if error is not None:
@@ -215,6 +219,15 @@ def _triage(args: argparse.Namespace, console: Console) -> int:
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     return int(failed)
+
+
+def _stability(args: argparse.Namespace, console: Console) -> int:
+    scenarios, factory = _scenarios(args), _factory(args)
+    cases = select(scenarios, _selection(args))
+    capabilities = _capabilities(factory, cases, args.data)
+    if capabilities is None:
+        raise ModelUnavailable("none of the selected models is here, or the engine tells no capabilities")
+    return run_stability(args, console, cases, scenarios, factory, capabilities, invocation_of(args))
 
 
 def _list(args: argparse.Namespace, console: Console) -> int:
@@ -281,6 +294,12 @@ def parser() -> argparse.ArgumentParser:
     triage.add_argument("--strict", action="store_true", help="minivllm's own bar: 2 × the eager cached arm")
     triage.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
 
+    stability = commands.add_parser("stability", help="repeat a selection under what must not matter")
+    stability.set_defaults(command=_stability)
+    _add_selection(stability)
+    _add_engine(stability)
+    add_stability_options(stability)
+
     recheck = commands.add_parser("recheck", help="judge saved histories again, without an engine")
     recheck.set_defaults(command=_recheck)
     recheck.add_argument("directory", type=Path)
@@ -310,7 +329,7 @@ def parser() -> argparse.ArgumentParser:
 
     for name, (_module, text) in _PARTS.items():
         commands.add_parser(name, help=text, add_help=False)
-    for command in (run, triage, recheck, listing, explain, lint, names, path, export):
+    for command in (run, triage, stability, recheck, listing, explain, lint, names, path, export):
         command.add_argument(
             "--data", type=Path, metavar="DIR", help="directory with golden/ and scenarios/ (the suite's own)"
         )

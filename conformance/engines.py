@@ -35,6 +35,7 @@ ENGINES: Mapping[str, str] = {
     "hf-continuous-batching": "conformance.adapters.hf_continuous:HFContinuousAdapter",
     "openai": "conformance.adapters.openai:OpenAIAdapter",
     "vllm": "conformance.adapters.vllm:VLLMAdapter",
+    "fake": "conformance.adapters.fake:FakeEngine",
 }
 
 #: Engines of the box that need a package this one does not depend on → the package, and how to get it.
@@ -87,8 +88,11 @@ def find_engine(name: str) -> EngineFactory:
     return cast("EngineFactory", factory)
 
 
-def parse_options(items: Sequence[str]) -> dict[str, Any]:
+def parse_options(items: Sequence[str], flag: str = "--engine-option") -> dict[str, Any]:
     """{"name": value} of "name=value" items; a value is read as YAML, so 8 is a number.
+
+    Args:
+        flag: what gave them, for the messages.
 
     Raises:
         EngineOptionError: an item has no "=", no name, or a value that is no YAML.
@@ -97,11 +101,11 @@ def parse_options(items: Sequence[str]) -> dict[str, Any]:
     for item in items:
         name, equals, value = item.partition("=")
         if not equals or not name:
-            raise EngineOptionError(f"--engine-option takes NAME=VALUE, got {item!r}")
+            raise EngineOptionError(f"{flag} takes NAME=VALUE, got {item!r}")
         try:
             options[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise EngineOptionError(f"--engine-option {name}: {value!r} is no YAML: {error}") from error
+            raise EngineOptionError(f"{flag} {name}: {value!r} is no YAML: {error}") from error
     return options
 
 

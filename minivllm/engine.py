@@ -232,6 +232,10 @@ class LLMEngine:
             manager.unused_host_blocks()
         )
 
+    def shuffle_free_blocks(self, seed: int) -> None:
+        """Hand the free KV blocks out in another order, drawn from `seed`: no answer may change by it."""
+        self._scheduler.block_manager.pool.shuffle_free(seed)
+
 
 def _must_be_id(request_id: object) -> str:
     """Any other object may not even be a key to look up."""

@@ -65,7 +65,8 @@ class MiniVLLMAdapter:
 
     Args:
         options: `EngineConfig` fields; "threads" (CPU threads inside operators); "num_host_blocks"
-            (swap_space_bytes in blocks, which other engines count too).
+            (swap_space_bytes in blocks, which other engines count too); "placement" (a seed: free blocks
+            are handed out in an order drawn from it).
     """
 
     def __init__(self, model: ModelSource, options: Mapping[str, Any]) -> None:
@@ -73,6 +74,7 @@ class MiniVLLMAdapter:
         self._options = dict(options)
         self._threads: int | None = self._options.pop("threads", None)
         self._host_blocks: int | None = self._options.pop("num_host_blocks", None)
+        self._placement: int | None = self._options.pop("placement", None)
         if not {"num_kv_blocks", "kv_cache_memory_bytes"} & set(self._options):
             self._options["kv_cache_memory_bytes"] = DEFAULT_POOL_BYTES
         self._engine: LLMEngine | None = None
@@ -92,6 +94,8 @@ class MiniVLLMAdapter:
         try:
             config = self._config()
             self._engine = LLMEngine(config, trace=self._events.append, model=self._model(config))
+            if self._placement is not None:
+                self._engine.shuffle_free_blocks(self._placement)
         except BaseException:  # nobody calls __exit__ then
             torch.set_num_threads(self._threads_before)
             raise
@@ -113,7 +117,8 @@ class MiniVLLMAdapter:
             version=minivllm.__version__,
             dtypes=("float32", "bfloat16"),
             features=frozenset(FEATURES) - frozenset(missing),
-            options=frozenset(EngineConfig.__dataclass_fields__) - {"model"} | {"threads", "num_host_blocks"},
+            options=frozenset(EngineConfig.__dataclass_fields__) - {"model"}
+            | {"threads", "num_host_blocks", "placement"},
             missing=missing,
         )
 

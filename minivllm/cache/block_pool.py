@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,6 +124,10 @@ class BlockPool:
     def cached_blocks(self) -> Iterator[int]:
         """Ids of the cached blocks, the next to be evicted first."""
         return iter(self._cached)
+
+    def shuffle_free(self, seed: int) -> None:
+        """Put the free blocks in another order, drawn from `seed`; nothing may depend on it."""
+        random.Random(seed).shuffle(self._free)
 
     def check_integrity(self) -> None:
         """Check that each block is in exactly one place.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,14 +71,13 @@ def test_a_wrong_engine_exits_with_1_and_says_how_to_see_it_again(run: Run) -> N
     assert status == 1
     assert "FAIL   toy/one[block_size=1]" in out
     assert "FAIL tokens_match_golden one: position 3" in out
-    assert "again: conformance run toy/one --engine fake" in out
+    assert f"again: conformance run toy/one --engine {WRONG} --model toy" in out
 
 
 def test_the_command_that_reproduces_a_failure_reproduces_it(run: Run) -> None:
     _, out, _ = run("run", "--engine", WRONG, "toy/one", "--point", "block_size=4")
     line = next(line for line in out.splitlines() if "again: " in line)
-    words = line.partition("again: conformance ")[2].split()
-    words[words.index("--engine") + 1] = WRONG
+    words = shlex.split(line.partition("again: conformance ")[2])
     status, out, _ = run(*words)
     assert status == 1
     assert out.count("FAIL   toy/one[block_size=4]") == 1

@@ -73,7 +73,11 @@ def test_every_feature_is_declared_but_bits_without_batch_invariance(source: Mod
 
 def test_every_option_of_the_engine_is_honoured(source: ModelSource) -> None:
     options = adapter(source).capabilities().options
-    assert options == set(EngineConfig.__dataclass_fields__) - {"model"} | {"threads", "num_host_blocks"}
+    assert options == set(EngineConfig.__dataclass_fields__) - {"model"} | {
+        "threads",
+        "num_host_blocks",
+        "placement",
+    }
 
 
 def test_generate_serves_all_and_refuses_by_name(source: ModelSource) -> None:
@@ -284,6 +288,20 @@ def test_host_blocks_are_counted_in_blocks_whatever_a_block_takes(source: ModelS
             assert len(a.kv_snapshot()["host_blocks"]) == 5
     with pytest.raises(ValueError, match="swap_space_bytes"):
         adapter(source, num_host_blocks=0, preemption_mode="swap").__enter__()
+
+
+def test_another_placement_takes_other_blocks_and_changes_no_token(source: ModelSource) -> None:
+    told = []
+    for placement in ({}, {"placement": 5}):
+        with adapter(source, num_kv_blocks=64, **placement) as a:
+            a.submit(request())
+            a.advance()
+            held = [b["block_id"] for b in a.kv_snapshot()["blocks"] if b["state"] == "in_use"]
+            while a.advance():
+                pass
+            told.append((held, a.outputs()[0].token_ids))
+    assert told[0][0] != told[1][0]
+    assert told[0][1] == told[1][1]
 
 
 def test_swapping_moves_a_request_to_the_host_and_changes_no_token(source: ModelSource) -> None:

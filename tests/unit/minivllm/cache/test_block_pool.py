@@ -35,6 +35,21 @@ def test_fresh_blocks_come_in_ascending_order() -> None:
     assert BlockPool(6).take(5) == [1, 2, 3, 4, 5]
 
 
+def test_the_free_blocks_can_be_shuffled_and_nothing_else_is() -> None:
+    pool = BlockPool(40)
+    held = pool.take(3)
+    pool.release(held[1], cached=True)
+    pool.shuffle_free(7)
+    assert counts(pool) == (36, 1, 2)
+    orders = []
+    for seed in (7, 7, 8):
+        other = BlockPool(40)
+        other.shuffle_free(seed)
+        orders.append(other.take(39))
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == list(range(1, 40)) != orders[0]
+
+
 def test_free_blocks_are_reused_before_cached_ones_and_the_last_freed_first() -> None:
     pool = BlockPool(6)
     pool.take(5)
