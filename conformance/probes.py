@@ -2,7 +2,7 @@
 
 The failing request runs by itself, cold and whole; then in a batch, after a copy of itself has
 filled the prefix cache, and in chunks. Where the first is right and another is not, the fault lies
-in what the other adds.
+in what the other adds. Its pictures are swapped for others, and back (`conformance.picture_probe`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conformance.checks import judge
+from conformance.checks.logits import logprob_band
+from conformance.history import History
 from conformance.models import resolve_model
-from conformance.runner import EngineFactory, run_scenario
+from conformance.picture_probe import COLD, PICTURES, can_swap, swap_pictures
+from conformance.runner import EngineFactory, engine_requests, run_scenario
 from conformance.scenario import CheckSpec, Scenario, Step
 from conformance.store import RecordStore
 from conformance.suite import Case
@@ -28,6 +31,8 @@ RELATIONS: Mapping[str, str] = {
     "chunk=5": "prompt in chunks of 5 tokens: slot mapping, positions or masks at the seam",
 }
 ALONE = "alone, cold and whole"
+#: A log-probability below which rounding of log_softmax is not asked for.
+_UNLIKELY = -50.0
 _AXES = {"batch": ["mixed"], "prefix_cache": ["hit"], "chunk": [5]}
 
 
@@ -59,7 +64,34 @@ def probe(
     for arm in RELATIONS:
         told = [f.verdict for f in findings if _about(f, arm)]
         relations[arm] = Verdict.worst(told or [Verdict.SKIP])
-    return Probed(relations, _conclusion(relations, case.scenario))
+    pictures, trouble = _pictures(case, request, factory, store, history, root)
+    relations |= pictures
+    return Probed(relations, _conclusion(relations, case.scenario) + trouble)
+
+
+def _pictures(
+    case: Case,
+    request: str,
+    factory: EngineFactory,
+    store: RecordStore,
+    history: History,
+    root: Path | None,
+) -> tuple[dict[str, Verdict], str]:
+    """What swapping the request's pictures shows, and why it could not be done; ({}, "") without any."""
+    source = resolve_model(case.point["model"], root)
+    alone = _alone(case.scenario, request)
+    asked = engine_requests(alone, case.point, factory, source, store)[request]
+    run = history.passes[0].requests.get(request)
+    if not can_swap(asked) or run is None or run.golden_key is None:
+        return {}, ""
+    band = logprob_band(store.get(run.golden_key), _UNLIKELY)
+    given = {**case.scenario.engine, **{k: v for k, v in case.point.items() if k != "model"}}
+    honoured = {"dtype", "device", *history.capabilities.options}
+    options = {k: v for k, v in given.items() if k in honoured}
+    try:
+        return swap_pictures(asked, lambda: factory(source, options), band), ""
+    except Exception as error:  # code of others; the other relations stand
+        return {}, f"; its pictures could not be swapped: {type(error).__name__}: {error}"
 
 
 def _alone(scenario: Scenario, request: str) -> Scenario:
@@ -77,12 +109,15 @@ def _about(finding: Finding, arm: str) -> bool:
 
 
 def _conclusion(relations: Mapping[str, Verdict], scenario: Scenario) -> str:
+    known = {**RELATIONS, **PICTURES}
     if relations[ALONE].fails_run:
-        return f"{ALONE} it is wrong already: the model's own computation, not batching or caching"
-    broken = [RELATIONS[arm] for arm in RELATIONS if relations[arm].fails_run]
+        blind = relations.get(COLD, Verdict.SKIP).fails_run
+        where = f"breaks {PICTURES[COLD]}" if blind else "the model's own computation"
+        return f"{ALONE} it is wrong already: {where}, not batching or caching"
+    broken = [known[relation] for relation in known if relations.get(relation, Verdict.SKIP).fails_run]
     if broken:
         return f"right {ALONE}; breaks {'; breaks '.join(broken)}"
-    seen = [arm for arm in RELATIONS if relations[arm].is_agreement]
+    seen = [relation for relation in known if relations.get(relation, Verdict.SKIP).is_agreement]
     kinds = ", ".join(dict.fromkeys(step.kind for step in scenario.steps))
     held = ", ".join(seen) or "nothing else"
     return f"right {ALONE} and under {held}: look at the scenario's own steps ({kinds})"
