@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from conformance import EDITION
 from conformance.adapters.base import Capabilities
 from conformance.adapters.received import AdapterError, declared
-from conformance.again import invocation_of, with_commands
+from conformance.again import Invocation, invocation_of, with_commands
 from conformance.archive import ArchiveError, read_histories
 from conformance.catalogue import lint_suite, print_explanation, print_list
 from conformance.engines import (
@@ -35,6 +35,7 @@ from conformance.engines import (
     parse_options,
     with_options,
 )
+from conformance.environment import shared_environment
 from conformance.models import ModelUnavailable, export_models, list_models, resolve_model
 from conformance.paths import DataMissing, data_root
 from conformance.report import nothing_judged, print_case, print_summary, reproduce, run_fails
@@ -158,6 +159,7 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
     _must_be_writable(args)
     outcomes = []
     engines: list[Capabilities] = []
+    environments: list[Mapping[str, str]] = []
     for history in read_histories(args.directory):
         if history.scenario not in by_id:
             raise SelectionError(f"a history is about {history.scenario!r}, which the suite does not have")
@@ -166,11 +168,15 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
             raise SelectionError(f"a history of {scenario.id} does not fit the scenario: {why}; run it again")
         judgement = judge_history(history, scenario, store, strict=args.strict)
         outcome = Outcome(Case(scenario, history.point), judgement, sum(p.seconds for p in history.passes))
+        told = Invocation(history.capabilities.engine, strict=args.strict, data=args.data)
+        outcome = with_commands(outcome, told)
         outcomes.append(outcome)
         engines.append(history.capabilities)
+        environments.append(history.environment)
         print_case(console, apply_waivers([outcome], waivers, [])[0][0])
     one = len({(engine.engine, engine.version) for engine in engines}) == 1
-    return _finish(args, console, outcomes, waivers, list(by_id), engines[0] if one else None)
+    engine, environment = engines[0] if one else None, shared_environment(environments)
+    return _finish(args, console, outcomes, waivers, list(by_id), engine, environment)
 
 
 def _must_be_writable(args: argparse.Namespace, directory: Path | None = None) -> None:
@@ -190,11 +196,12 @@ def _finish(
     waivers: Sequence[Waiver],
     known: Sequence[str],
     capabilities: Capabilities | None,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     final, stale = apply_waivers(outcomes, waivers, known)
     should: Mapping[str, bool] = {"strict_should": args.strict_should}
     print_summary(console, final, stale, capabilities, **should)
-    write_reports(args, final, stale, capabilities)
+    write_reports(args, final, stale, capabilities, environment)
     failed = run_fails(final, stale, **should)
     return 3 if nothing_judged(final) and not stale else int(failed)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from conformance import EDITION
 
-__all__ = ["describe_environment"]
+__all__ = ["describe_environment", "shared_environment"]
 
 #: Packages whose version can change an answer.
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "pillow")
@@ -34,6 +35,12 @@ def describe_environment() -> dict[str, str]:
             facts[package] = "not installed"
     facts.update({name: os.environ[name] for name in _VARIABLES if name in os.environ})
     return facts
+
+
+def shared_environment(several: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """One description of several runs: where they differ, every value, in order of appearance."""
+    names = dict.fromkeys(name for one in several for name in one)
+    return {name: " | ".join(dict.fromkeys(one.get(name, "not told") for one in several)) for name in names}
 
 
 def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -30,6 +30,7 @@ class _Run:
     """What the options ask for, loaded once, and the verdicts so far."""
 
     def __init__(self, config: pytest.Config) -> None:
+        from conformance.again import Invocation
         from conformance.engines import find_engine, parse_options, with_options
         from conformance.paths import data_root
         from conformance.scenario import load_scenarios
@@ -48,7 +49,9 @@ class _Run:
         )
         self.cases = {case.label: case for case in select(self.scenarios, selection)}
         self.waivers = load_waivers(waivers) if waivers else []
-        self.factory = with_options(find_engine(option("engine")), parse_options(option("engine_option")))
+        options = option("engine_option")
+        self.factory = with_options(find_engine(option("engine")), parse_options(options))
+        self.invocation = Invocation(option("engine"), options=tuple(options), data=self.root)
         self.store = RecordStore(self.root)
 
 
@@ -109,6 +112,7 @@ def judge_case(request: pytest.FixtureRequest, record_property: Any) -> Any:
     run = _run(request.config)
 
     def judge(case: Case) -> None:
+        from conformance.again import with_commands
         from conformance.report import reproduce, telling
         from conformance.suite import apply_waivers, run_case
         from conformance.verdicts import Verdict
@@ -124,7 +128,7 @@ def judge_case(request: pytest.FixtureRequest, record_property: Any) -> Any:
         if outcome.verdict is Verdict.FAIL and not outcome.judgement.fails_run():
             pytest.xfail(f"a recommendation is not followed: {told}")
         if outcome.judgement.fails_run():
-            again = reproduce(outcome)
+            again = reproduce(with_commands(outcome, run.invocation))
             told += f"\nagain: {again}" if again else ""
             pytest.fail(f"{outcome.verdict.value} {case.label}\n{told}", pytrace=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from conformance.adapters.base import Capabilities
@@ -36,11 +36,17 @@ def write_reports(
     outcomes: Sequence[Outcome],
     stale: Sequence[tuple[Waiver, str]],
     engine: Capabilities | None,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Write every report that was asked for; all tell the same as the JSON one."""
+    """Write every report that was asked for; all tell the same as the JSON one.
+
+    Args:
+        environment: where the engine ran; None: here.
+    """
     if not report_files(args):
         return
-    text = as_json(outcomes, stale, engine, describe_environment(), strict_should=args.strict_should)
+    where = describe_environment() if environment is None else environment
+    text = as_json(outcomes, stale, engine, where, strict_should=args.strict_should)
     if args.json:
         args.json.write_text(text, encoding="utf-8")
     if args.junit:

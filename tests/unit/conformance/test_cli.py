@@ -140,7 +140,7 @@ def test_the_report_of_a_run_is_compared_with_that_of_another_and_summed_up(run:
     text = summary.read_text(encoding="utf-8")
     assert text.startswith("# fake 1: FAILED\n")
     assert "## FAIL `toy/one[block_size=1]`\n\nIt answers.\n" in text
-    assert "```console\nconformance run toy/one --engine fake" in text
+    assert f"```console\nconformance run toy/one --engine {WRONG}" in text
 
 
 def test_json_and_junit_are_written(run: Run, tmp_path: Path) -> None:
@@ -161,6 +161,20 @@ def test_saved_histories_are_judged_again_without_an_engine(run: Run, tmp_path: 
     assert status == 1
     assert out.count("FAIL   toy/") == 4
     assert f"fake 1, suite {EDITION}: FAILED" in out
+
+
+def test_a_recheck_reports_where_the_engine_ran_and_not_where_it_is_judged(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, report = tmp_path / "histories", tmp_path / "r.json"
+    monkeypatch.setenv("MKL_CBWR", "where it ran")
+    run("run", "--engine", WRONG, "--history", directory)
+    monkeypatch.setenv("MKL_CBWR", "where it is judged")
+    status, out, _ = run("recheck", directory, "--strict", "--json", report)
+    assert status == 1
+    assert json.loads(report.read_text(encoding="utf-8"))["environment"]["MKL_CBWR"] == "where it ran"
+    assert "again: conformance run toy/one --engine fake --model toy" in out
+    assert "--strict --data" in out
 
 
 def test_a_history_of_a_scenario_that_is_gone_is_an_error(run: Run, tmp_path: Path, data: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conformance import EDITION
-from conformance.environment import _cpu_name, describe_environment
+from conformance.environment import _cpu_name, describe_environment, shared_environment
 
 
 def test_it_names_the_suite_and_the_versions_that_matter() -> None:
@@ -37,3 +37,13 @@ def test_the_processor_is_read_where_linux_tells_it(tmp_path: Path) -> None:
     info.write_text("processor\t: 0\nmodel name\t: Fast Chip 9000: turbo\n", encoding="utf-8")
     assert _cpu_name(info) == "Fast Chip 9000: turbo"
     assert _cpu_name(tmp_path / "absent")
+
+
+def test_of_several_runs_it_tells_what_they_share_and_every_value_where_they_differ() -> None:
+    one, other = {"cpu": "a", "torch": "2"}, {"cpu": "b", "torch": "2", "MKL_CBWR": "x"}
+    assert shared_environment([one, other, one]) == {
+        "cpu": "a | b",
+        "torch": "2",
+        "MKL_CBWR": "not told | x",
+    }
+    assert shared_environment([one]) == one

@@ -78,7 +78,7 @@ def test_each_verdict_is_an_outcome_and_a_stale_waiver_is_told(project: Path) ->
     assert "fake lacks swap" in shown
     assert "waived until 2999-01-01: known" in shown
     assert "FAIL bad/fails" in shown
-    assert "again: conformance run bad/fails" in shown
+    assert "again: conformance run bad/fails --engine toy:engine --model toy" in shown
     assert "STALE waiver on line 2 (ok/passes): what it waives passes" in shown
 
 
