@@ -59,11 +59,14 @@ def probe(
     source = resolve_model(case.point["model"], root)
     history = run_scenario(scenario, point, factory, source, store)
     findings = judge(history, scenario.checks, store.get).findings
-    base = [f.verdict for f in findings if "arm" not in f.detail and f.check != "same_under"]
+    alone = [f for f in findings if not any(_about(f, arm) for arm in RELATIONS)]
+    base = [f.verdict for f in alone if f.check != "same_under"]
     relations = {ALONE: Verdict.worst(base or [Verdict.SKIP])}
     for arm in RELATIONS:
         told = [f.verdict for f in findings if _about(f, arm)]
-        relations[arm] = Verdict.worst(told or [Verdict.SKIP])
+        # A named refusal is no wrong answer: the engine cannot be put into this arm.
+        refused = _refused(history, arm, request)
+        relations[arm] = Verdict.SKIP if refused else Verdict.worst(told or [Verdict.SKIP])
     pictures, trouble = _pictures(case, request, factory, store, history, root)
     relations |= pictures
     return Probed(relations, _conclusion(relations, case.scenario) + trouble)
@@ -105,7 +108,14 @@ def _alone(scenario: Scenario, request: str) -> Scenario:
 
 
 def _about(finding: Finding, arm: str) -> bool:
-    return finding.detail.get("arm") == arm or finding.message.startswith(f"arm {arm}:")
+    told = (f"arm {arm}:", f"pass {arm!r}:")
+    return finding.detail.get("arm") == arm or finding.message.startswith(told)
+
+
+def _refused(history: History, arm: str, request: str) -> bool:
+    one = history.find(arm)
+    run = one.requests.get(request) if one else None
+    return run is not None and run.refused is not None
 
 
 def _conclusion(relations: Mapping[str, Verdict], scenario: Scenario) -> str:

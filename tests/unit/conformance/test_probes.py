@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from conformance.adapters.fake import fake_engine
+from conformance.adapters.base import EngineError, EngineRequest
+from conformance.adapters.fake import FakeEngine, fake_engine
 from conformance.adapters.fake_model import write_toy_suite
 from conformance.probes import ALONE, probe
 from conformance.scenario import load_scenarios
@@ -29,10 +30,10 @@ checks:
 """
 
 
-def probed(tmp_path: Path, fault: str | None) -> Any:
+def probed(tmp_path: Path, fault: str | None, kind: type[FakeEngine] | None = None) -> Any:
     root = write_toy_suite(tmp_path, {"toy/one": TEXT})
     [scenario] = load_scenarios(root / "scenarios")
-    engine = fake_engine(fault=fault, without=("stages", "kv", "bitwise"))
+    engine = kind or fake_engine(fault=fault, without=("stages", "kv", "bitwise"))
     return probe(Case(scenario, scenario.points()[0]), "one", engine, RecordStore(root), root)
 
 
@@ -57,3 +58,18 @@ def test_a_right_engine_breaks_no_relation(tmp_path: Path) -> None:
     found = probed(tmp_path, None)
     assert not any(verdict.fails_run for verdict in found.relations.values())
     assert "look at the scenario's own steps (submit, run)" in found.text
+
+
+def test_an_arm_that_is_refused_by_name_breaks_nothing(tmp_path: Path) -> None:
+    class Whole(FakeEngine):
+        """Splits no prompt."""
+
+        def submit(self, request: EngineRequest) -> EngineError | None:
+            if len(request.prompt_token_ids or ()) > self._options["max_num_batched_tokens"]:
+                return EngineError("CapacityError", "a prompt is computed in one step")
+            return super().submit(request)
+
+    found = probed(tmp_path, None, Whole)
+    assert found.relations["chunk=5"] is Verdict.SKIP
+    assert found.relations[ALONE].is_agreement
+    assert "right alone, cold and whole and under batch=mixed, prefix_cache=hit: look at" in found.text
