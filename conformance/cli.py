@@ -27,6 +27,7 @@ from conformance.adapters.received import AdapterError, declared
 from conformance.again import Invocation, invocation_of, with_commands
 from conformance.archive import ArchiveError, read_histories
 from conformance.catalogue import lint_suite, print_explanation, print_list
+from conformance.digest import digest_of
 from conformance.engines import (
     EngineNotFound,
     EngineOptionError,
@@ -70,6 +71,7 @@ _PARTS = {
     "doctor": ("conformance.doctor.cli", "try what an engine declares; or look at the reference here"),
     "compare": ("conformance.compare_cli", "tell two runs apart: what is fixed, what regressed"),
     "diff": ("conformance.diff_cli", "compare two engines on one prompt; no scenario needed"),
+    "report": ("conformance.report_cli", "show saved reports as a page, several engines side by side"),
     "fuzz": ("conformance.fuzz.cli", "fuzz a block manager or scheduler: minivllm's or your own"),
 }
 
@@ -167,7 +169,9 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
         if (why := why_foreign(history, scenario)) is not None:
             raise SelectionError(f"a history of {scenario.id} does not fit the scenario: {why}; run it again")
         judgement = judge_history(history, scenario, store, strict=args.strict)
-        outcome = Outcome(Case(scenario, history.point), judgement, sum(p.seconds for p in history.passes))
+        seconds = sum(p.seconds for p in history.passes)
+        digest = digest_of(history, scenario, judgement, store.get)
+        outcome = Outcome(Case(scenario, history.point), judgement, seconds, digest=digest)
         told = Invocation(history.capabilities.engine, strict=args.strict, data=args.data)
         outcome = with_commands(outcome, told)
         outcomes.append(outcome)

@@ -161,21 +161,19 @@ def as_json(
     strict_should: bool = False,
 ) -> str:
     """The whole run as JSON, for programs; `conformance.saved_report` reads it."""
-    return json.dumps(
-        {
-            "schema": REPORT_SCHEMA,
-            "suite": EDITION,
-            "failed": run_fails(outcomes, stale, strict_should=strict_should),
-            "engine": None if engine is None else {"name": engine.engine, "version": engine.version},
-            "environment": dict(environment),
-            "cases": [_plain_case(outcome) for outcome in outcomes],
-            "stale_waivers": [{"line": w.line, "scenario": w.scenario, "why": why} for w, why in stale],
-            "power": power_line(outcomes),
-            "seeded_faults": None if engine is None else seeded_line(outcomes, engine),
-        },
-        indent=1,
-        default=_plain,
-    )
+    head = {
+        "schema": REPORT_SCHEMA,
+        "suite": EDITION,
+        "failed": run_fails(outcomes, stale, strict_should=strict_should),
+        "engine": None if engine is None else {"name": engine.engine, "version": engine.version},
+        "environment": dict(environment),
+        "stale_waivers": [{"line": w.line, "scenario": w.scenario, "why": why} for w, why in stale],
+        "power": power_line(outcomes),
+        "seeded_faults": None if engine is None else seeded_line(outcomes, engine),
+    }
+    # A line per case: short, and two runs can be told apart line by line.
+    cases = ",\n".join(json.dumps(_plain_case(outcome), default=_plain) for outcome in outcomes)
+    return json.dumps(head, indent=1, default=_plain)[:-2] + f',\n "cases": [\n{cases}\n ]\n}}\n'
 
 
 def as_junit(outcomes: Sequence[Outcome], stale: Sequence[tuple[Waiver, str]]) -> str:
@@ -246,6 +244,7 @@ def _plain_case(outcome: Outcome) -> dict[str, Any]:
         "reproduce": reproduce(outcome),
         "power": asdict(judgement.power),
         "findings": [{**asdict(f), "verdict": f.verdict.value} for f in judgement.findings],
+        "digest": None if outcome.digest is None else asdict(outcome.digest),
     }
 
 

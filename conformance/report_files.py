@@ -8,6 +8,7 @@ from pathlib import Path
 
 from conformance.adapters.base import Capabilities
 from conformance.environment import describe_environment
+from conformance.html.page import render
 from conformance.markdown import run_markdown, write_markdown
 from conformance.report import as_json, as_junit
 from conformance.saved_report import parse_report
@@ -24,11 +25,12 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="write a summary; appended to $GITHUB_STEP_SUMMARY"
     )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
 
 
 def report_files(args: argparse.Namespace) -> list[Path]:
     """The files that will be written."""
-    return [path for path in (args.json, args.junit, args.markdown) if path is not None]
+    return [path for path in (args.json, args.junit, args.markdown, args.html) if path is not None]
 
 
 def write_reports(
@@ -53,3 +55,5 @@ def write_reports(
         args.junit.write_text(as_junit(outcomes, stale), encoding="utf-8")
     if args.markdown:
         write_markdown(args.markdown, run_markdown(parse_report(text, "this run")))
+    if args.html:
+        args.html.write_text(render([parse_report(text, "this run")]), encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from conformance import EDITION, REPORT_SCHEMA
+from conformance.digest import Digest
 from conformance.verdicts import Finding, Power, Verdict
 
 __all__ = [
@@ -64,6 +65,7 @@ class SavedCase:
     Attributes:
         label: the scenario's id and those values of the point that tell it from the others.
         reproduce: one command that shows the failure again, if it failed.
+        digest: an extract of what happened; None if nothing ran.
     """
 
     scenario: str
@@ -79,6 +81,7 @@ class SavedCase:
     reproduce: str | None
     power: Power
     findings: tuple[Finding, ...]
+    digest: Digest | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from conformance.adapters.received import AdapterError
 from conformance.archive import write_history
 from conformance.canonical import request_key
 from conformance.checks import judge
+from conformance.digest import Digest, digest_of
 from conformance.history import History
 from conformance.models import ModelUnavailable, resolve_model
 from conformance.runner import EngineFactory, Skipped, run_scenario
@@ -73,12 +74,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one case. `waiver` is set where it was waived."""
+    """What came of one case. `waiver` is set where it was waived, `digest` where it ran."""
 
     case: Case
     judgement: Judgement
     seconds: float
     waiver: Waiver | None = None
+    digest: Digest | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -158,6 +160,7 @@ def run_case(
         histories: save the history below this directory.
     """
     started = time.perf_counter()
+    digest = None
     try:
         source = resolve_model(case.point["model"], root)
         history = run_scenario(case.scenario, case.point, factory, source, store)
@@ -171,7 +174,8 @@ def run_case(
         if histories is not None:
             write_history(histories, history)
         judgement = judge_history(history, case.scenario, store, strict=strict)
-    return Outcome(case, judgement, time.perf_counter() - started)
+        digest = digest_of(history, case.scenario, judgement, store.get)
+    return Outcome(case, judgement, time.perf_counter() - started, digest=digest)
 
 
 def judge_history(

@@ -37,6 +37,7 @@ def case(verdict: str, name: str = "a/one", **changes: Any) -> dict[str, Any]:
         "reproduce": f"conformance run {name}" if verdict == "FAIL" else None,
         "power": {"kinds": ["tokens"], "blind": {}},
         "findings": [finding],
+        "digest": None,
         **changes,
     }
 

@@ -42,6 +42,7 @@ def case(verdict: Verdict, name: str = "a/one", *, reproduce: str | None = None,
         reproduce=reproduce,
         power=Power(("tokens",), {}),
         findings=(Finding(verdict, "tokens_match_golden", **values),),
+        digest=None,
     )
 
 

@@ -1,0 +1,50 @@
+"""`conformance report`: one page or summary of what runs wrote with --json, several side by side.
+
+Exit status: 0 written, 2 the command or a file is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from conformance.html.page import render
+from conformance.markdown import run_markdown, write_markdown
+from conformance.saved_report import ReportError, read_report
+
+__all__ = ["main", "parser"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `conformance report`."""
+    made = argparse.ArgumentParser(
+        prog="conformance report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("reports", type=Path, nargs="+", metavar="RUN.json", help="written by --json")
+    made.add_argument("--html", type=Path, metavar="FILE", help="write a page, a column per run")
+    made.add_argument("--markdown", type=Path, metavar="FILE", help="write a summary of each run")
+    made.add_argument(
+        "--across-editions", action="store_true", help="show reports of other editions of the suite, too"
+    )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `report`; returns the exit status."""
+    made = parser()
+    args = made.parse_args(argv)
+    if args.html is None and args.markdown is None:
+        made.error("nothing to write: give --html FILE or --markdown FILE")
+    try:
+        reports = [read_report(path, other_editions=args.across_editions) for path in args.reports]
+        if args.html is not None:
+            args.html.write_text(render(reports), encoding="utf-8")
+        if args.markdown is not None:
+            write_markdown(args.markdown, "\n".join(run_markdown(report) for report in reports))
+    except (ReportError, OSError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    return 0
