@@ -6,7 +6,7 @@ Blocks are those held at the moment a step was planned. Events are the engine's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,7 +162,7 @@ class _Replay:
         return self.requests.setdefault(str(name), len(self.requests))
 
 
-_WORDS = {
+_WORDS: Mapping[str, Callable[[str, Mapping[str, Any]], str]] = {
     "preempted": lambda name, e: (
         f"{name} is preempted ({e.get('mode', 'mode unknown')}"
         + (", no room to swap)" if e.get("fallback") else ")")

@@ -80,7 +80,8 @@ def gap_svg(gap: Gap) -> str:
         _text(svg, _LEFT + at * step + step // 2, bottom + 14, str(at), "m")
     bars = "".join(f"M{_LEFT + i * step + step // 2} {y(m)}V{bottom}" for i, m in enumerate(margins))
     ET.SubElement(svg, "path", {"class": "margin", "d": bars})
-    inside, outside = [], []
+    inside: list[str] = []
+    outside: list[str] = []
     for i, error in enumerate(errors):
         if error is not None:
             dot = f"M{_LEFT + i * step + step // 2} {y(min(error, high))}h0"

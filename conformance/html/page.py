@@ -114,7 +114,10 @@ class _Shown:
                 who = f"{finding.request}: " if finding.request else ""
                 key = (found.stage, found.causes, found.note, found.truth)
                 groups.setdefault(key, {})[who + found.text] = None
-        return [_Triaged(stage, list(told), *more) for (stage, *more), told in groups.items()]
+        return [
+            _Triaged(stage, list(told), causes, note, truth)
+            for (stage, causes, note, truth), told in groups.items()
+        ]
 
     @property
     def stages(self) -> list[tuple[str, tuple[_Stage, ...]]]:
@@ -149,7 +152,7 @@ def render(reports: Sequence[Report]) -> str:
     failed.sort(key=lambda one: (-one.case.verdict.severity, one.case.level != "must", one.case.label))
     script, style = _asset("report.js"), _asset("report.css")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    return _template().render(
+    page: str = _template().render(
         runs=runs,
         areas=areas,
         failed=failed,
@@ -160,6 +163,7 @@ def render(reports: Sequence[Report]) -> str:
         style=Markup(style),
         script_hash=digest,
     )
+    return page
 
 
 def _named(reports: Sequence[Report]) -> list[_Run]:
@@ -227,7 +231,9 @@ _Stage = tuple[str, float | None, bool]
 def _stages(finding: Finding) -> list[_Stage]:
     """The stages that triage looked at, or the check of stages."""
     if finding.check == "stages_within_band":
-        inside = [(str(n), float(v), True) for n, v in finding.detail.items() if isinstance(v, int | float)]
+        inside: list[_Stage] = [
+            (str(n), float(v), True) for n, v in finding.detail.items() if isinstance(v, int | float)
+        ]
         wrong = finding.detail.get("stage")
         return inside if wrong is None else [*inside, (str(wrong), finding.size, False)]
     found = finding.detail.get("triage")
