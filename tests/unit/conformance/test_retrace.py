@@ -252,16 +252,16 @@ def test_probes_that_break_are_told_too(toy: Toy, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_engine_that_fails_once_is_called_not_deterministic(toy: Toy) -> None:
-    made = count()
+    entered = count()
 
-    def flaky(model: Any, options: Any) -> FakeEngine:
-        # Asked for its capabilities first, then run: the first run errs.
-        fault = "wrong_token" if next(made) < 2 else None
-        return fake_engine(fault=fault)(model, options)
+    class Flaky(FakeEngine):
+        def __enter__(self) -> FakeEngine:
+            self._fault = "wrong_token" if next(entered) == 0 else None
+            return super().__enter__()
 
-    outcome = toy.run(flaky)
+    outcome = toy.run(Flaky)
     assert outcome.verdict is Verdict.FAIL
-    found = toy.look(flaky, failed=[ONE])
+    found = toy.look(Flaky, failed=[ONE])
     assert (found.again, found.suspect) == (False, None)
     assert found.sentence.endswith("did not fail again: the engine is not deterministic")
 
