@@ -179,7 +179,7 @@ def main(session: nox.Session) -> None:
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     session.run(*pip, "-c", "constraints.txt", "pip>=25.1", external=True)
     groups = ["--group", "types", "--group", "test"]
-    session.run(*pip, "-c", "constraints.txt", "-e", ".", *groups, external=True)
+    session.run(*pip, "-c", "constraints.txt", "-e", ".[video]", *groups, external=True)
     marker.write_text(key)
     session.log(f"installation took {time.monotonic() - began:.0f} s")
 

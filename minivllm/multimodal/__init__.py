@@ -8,6 +8,7 @@ from minivllm.multimodal.load import Video, load_image, load_video
 from minivllm.multimodal.placement import Placement, place
 from minivllm.multimodal.processor import MULTIMODAL, Expansion, MultiModalProcessor
 from minivllm.multimodal.supplied import checked_embeddings, prompt_item
+from minivllm.multimodal.video_file import VideoFile
 
 __all__ = [
     "MULTIMODAL",
@@ -15,6 +16,7 @@ __all__ = [
     "MultiModalProcessor",
     "Placement",
     "Video",
+    "VideoFile",
     "checked_embeddings",
     "content_hash",
     "image_hash",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from minivllm.errors import BadMedia, BadParameter
@@ -25,7 +26,7 @@ _PARTS = {
 
 
 def read_media(data: Any, hidden_size: int, limits: Mapping[str, int]) -> dict[str, list[Any]]:
-    """`multi_modal_data`, loaded: modality → Pillow images, videos or supplied embeddings.
+    """`multi_modal_data`, loaded: modality → Pillow images, videos, video files or supplied embeddings.
 
     Args:
         data: {"image": one or several, "video": …, "image_embeds": …, "video_embeds": …}. Among
@@ -71,7 +72,7 @@ def _is_video(value: Any) -> bool:
     return (
         isinstance(value, list | tuple | Mapping)
         or getattr(value, "ndim", 0) == 4
-        or hasattr(value, "frames")
+        or hasattr(value, "frames")  # a Video
     )
 
 
@@ -139,6 +140,8 @@ def _parts(content: Any, media: dict[str, list[Any]]) -> Iterator[dict[str, str]
         source = part[field]
         if kind == "image_url":
             source = source.get("url") if isinstance(source, Mapping) else source
+        if kind == "video" and isinstance(source, str | Path | bytes):
+            source = {"file": source}  # in a list of videos, a name alone would be a frame
         if key.endswith("_embeds") and not isinstance(source, Mapping):
             source = {key: source}
         modality = _KEYS[key]

@@ -22,6 +22,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from minivllm.device import ran_out_of_memory
 from minivllm.errors import BadMedia, UnsupportedError
+from minivllm.multimodal.video_file import VideoFile, open_video
 
 __all__ = ["MAX_PIXELS", "ImageSource", "Video", "load_image", "load_video"]
 
@@ -83,16 +84,25 @@ def load_image(source: ImageSource) -> Image.Image:
     return _from_file(Path(source.removeprefix("file://")))
 
 
-def load_video(source: Any) -> Video:
-    """Frames from a list of images, an array [frames, height, width, 3] of uint8, or a mapping.
+def load_video(source: Any) -> Video | VideoFile:
+    """Frames from a list of images, an array [frames, height, width, 3] of uint8, or a mapping; or a file.
 
     Args:
-        source: with {"frames": …, "fps": …} or {"frames": …, "timestamps": …} the times are known.
+        source: with {"frames": …, "fps": …} or {"frames": …, "timestamps": …} the times are known. A
+            path, a data URI or bytes are a file, which may also be written {"file": …}; its frames are
+            decoded when the model's processor knows which ones it wants.
 
     Raises:
-        BadMedia: no frames, frames of different sizes, times that do not fit, or a bad frame.
-        UnsupportedError: a file or URL of a video.
+        BadMedia: no frames, frames of different sizes, times that do not fit, or a bad frame; a file as
+            `minivllm.multimodal.video_file.open_video` refuses it.
+        UnsupportedError: a URL to fetch, or a file without PyAV.
     """
+    if isinstance(source, Mapping) and set(source) == {"file"}:
+        source = source["file"]
+        if not isinstance(source, str | Path | bytes | bytearray | memoryview):
+            raise BadMedia(f"a video file is a path, a data URI or bytes, got {type(source).__name__}")
+    if isinstance(source, str | Path | bytes | bytearray | memoryview):
+        return _video_file(source)
     fps: Any = None
     timestamps: Any = None
     if isinstance(source, Video):
@@ -100,14 +110,10 @@ def load_video(source: Any) -> Video:
     elif isinstance(source, Mapping):
         unknown = sorted(map(str, set(source) - {"frames", "fps", "timestamps"}))
         if "frames" not in source or unknown:
-            raise BadMedia(f"a video needs frames, and may have fps or timestamps; got {sorted(source)}")
+            raise BadMedia(
+                f"a video needs frames, and may have fps or timestamps, or is a file; got {sorted(source)}"
+            )
         source, fps, timestamps = source["frames"], source.get("fps"), source.get("timestamps")
-    if isinstance(source, str | Path | bytes):
-        what = f"{len(source)} bytes" if isinstance(source, bytes) else _short(str(source))
-        raise UnsupportedError(
-            f"video files are not decoded here, got {what}; decode it, for example with PyAV or OpenCV, and "
-            'give {"frames": […], "fps": …}'
-        )
     if isinstance(source, torch.Tensor):
         source = source.detach().to("cpu").numpy()
     if isinstance(source, np.ndarray):
@@ -127,6 +133,21 @@ def load_video(source: Any) -> Video:
     if len(sizes) > 1:
         raise BadMedia(f"the frames of a video must have one size, got {sizes}")
     return Video(frames, _checked_fps(fps), _checked_timestamps(timestamps, len(frames)))
+
+
+def _video_file(source: str | Path | bytes | bytearray | memoryview) -> VideoFile:
+    if isinstance(source, bytes | bytearray | memoryview):
+        return open_video(bytes(source), f"a video of {len(source)} bytes", MAX_PIXELS)
+    if isinstance(source, str):
+        if source.startswith("data:"):
+            return open_video(_data_uri_bytes(source), f"the video in {_short(source)}", MAX_PIXELS)
+        if "://" in source and not source.startswith("file://"):
+            raise UnsupportedError(
+                f"videos are not fetched from the network, got {_short(source)}; download it and give its "
+                "path or its bytes"
+            )
+        source = Path(source.removeprefix("file://"))
+    return open_video(source, f"the video {_short(str(source))}", MAX_PIXELS)
 
 
 def _checked_fps(fps: Any) -> float | None:
@@ -160,14 +181,17 @@ def _from_file(path: Path) -> Image.Image:
 
 
 def _from_data_uri(uri: str) -> Image.Image:
+    return _from_bytes(_data_uri_bytes(uri), f"the image in {_short(uri)}")
+
+
+def _data_uri_bytes(uri: str) -> bytes:
     head, comma, payload = uri.partition(",")
     if not comma or not head.endswith(";base64"):
         raise BadMedia(f"a data URI must be data:<type>;base64,<data>, got {_short(uri)}")
     try:
-        data = base64.b64decode(payload, validate=True)
+        return base64.b64decode(payload, validate=True)
     except binascii.Error as error:
         raise BadMedia(f"the data URI {_short(uri)} is not valid base64: {error}") from None
-    return _from_bytes(data, f"the image in {_short(uri)}")
 
 
 def _from_bytes(data: bytes, what: str) -> Image.Image:

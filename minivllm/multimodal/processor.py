@@ -88,8 +88,8 @@ class MultiModalProcessor(Protocol):
         """Process all items of one modality of one prompt, in order of their placeholders.
 
         Args:
-            media: Pillow images for "image", `Video` objects for "video"; in either place also
-                supplied embeddings as `minivllm.multimodal.checked_embeddings` leaves them: a
+            media: Pillow images for "image", `Video` or `VideoFile` objects for "video"; in either place
+                also supplied embeddings as `minivllm.multimodal.checked_embeddings` leaves them: a
                 tensor [rows, hidden], or a mapping that holds it under "image_embeds" (or
                 "video_embeds") beside other facts.
             settings: what this request overrides; the engine's are known from the constructor.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,10 +16,20 @@ from torch import Tensor
 from minivllm.config import ModelConfig
 from minivllm.errors import BadMedia, BadParameter, ConfigError, InvariantError
 from minivllm.models.qwen2_vl import QwenVLConfig
+from minivllm.multimodal.frame_choice import (
+    CHOICE_SETTINGS,
+    FrameChoice,
+    in_equal_steps,
+    over,
+    split_settings,
+    spread_to_both_ends,
+    timed,
+)
 from minivllm.multimodal.hashing import image_hash, tensors_hash, video_hash
 from minivllm.multimodal.image_processor import ImageProcessor
 from minivllm.multimodal.load import Video
 from minivllm.multimodal.processor import Expansion, TextEncoder
+from minivllm.multimodal.video_file import VideoFile
 from minivllm.multimodal.video_pixels import (
     FrameSize,
     VideoPixels,
@@ -58,6 +69,9 @@ class Qwen2VLProcessor:
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
     }
+    frame_choice: ClassVar[FrameChoice] = FrameChoice()
+    #: What a video that does not say its frames per second has, where they are chosen.
+    assumed_fps: ClassVar[float | None] = None
 
     def __init__(
         self, directory: Path, config: ModelConfig, tokenizer: TextEncoder, settings: Mapping[str, Any]
@@ -68,7 +82,8 @@ class Qwen2VLProcessor:
         self._hidden_size = config.hidden_size
         self._tokenizer = tokenizer
         self._merge = tower.spatial_merge_size
-        self._images = ImageProcessor(directory, settings, refused=_REFUSED)
+        choosing, others = split_settings(settings)
+        self._images = ImageProcessor(directory, others, refused=_REFUSED)
         for name, wanted in (
             ("patch_size", tower.patch_size),
             ("merge_size", tower.spatial_merge_size),
@@ -79,8 +94,12 @@ class Qwen2VLProcessor:
                     f"{directory}: {name} is {getattr(self._images.hf, name)} in the image processor's "
                     f"configuration and {wanted} in the model's"
                 )
-        self._videos = VideoPixels(directory, self._images, self._frame_size, self.video_defaults)
-        self.setting_names = self._images.setting_names
+        self._videos = VideoPixels(
+            directory, self._images, self._frame_size, self.video_defaults, self.frame_choice
+        )
+        self._videos.choice.with_settings(choosing)  # refused here, not with the first video
+        self._choosing = choosing
+        self.setting_names = (*self._images.setting_names, *CHOICE_SETTINGS)
         self.placeholder_ids: Mapping[str, int] = {
             "image": vision.image_token_id,
             "video": vision.video_token_id,
@@ -89,10 +108,14 @@ class Qwen2VLProcessor:
     def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:
         """See `MultiModalProcessor.expand`. Items do not depend on one another.
 
+        Frames of a file are chosen as Transformers' video processor of the family does. Of frames that
+        are given all are taken, unless the settings of the request or the engine say do_sample_frames.
+
         Supplied embeddings are {"image_embeds": [rows, hidden], "image_grid_thw": [3]}, and for
         Qwen3-VL "deepstack": [layers, rows, hidden].
         """
-        merged = self._images.settings(settings)
+        choosing, others = split_settings(settings)
+        merged = self._images.settings(others)
         items = []
         for source in media:
             if isinstance(source, Mapping | Tensor):
@@ -100,7 +123,7 @@ class Qwen2VLProcessor:
             elif modality == "image":
                 item = self._image(source, merged)
             else:
-                item = self._video(source, self._videos.settings(merged))
+                item = self._video(self._chosen(source, choosing), self._videos.settings(merged))
             items.append(item)
         return [self._expansion(item) for item in items]
 
@@ -139,6 +162,9 @@ class Qwen2VLProcessor:
     ) -> FrameSize:
         return size_for_each_frame(frames, height, width, factor, least, most)
 
+    def _choose(self, choice: FrameChoice, total: int, fps: float | None) -> list[int]:
+        return in_equal_steps(choice, total, fps)
+
     def _seconds_per_group(self, video: Video) -> float | None:  # noqa: ARG002 (for the families that tell time)
         """How long the frames of one patch last, where positions depend on it."""
         return None
@@ -161,6 +187,26 @@ class Qwen2VLProcessor:
             patches=self._patches(grid),
             facts={**self._images.facts, "size": image.size, "mode": image.mode, "grid": grid},
         )
+
+    def _chosen(self, source: Video | VideoFile, choosing: Mapping[str, Any]) -> Video:
+        """The frames that the model is to see."""
+        asked = over(self._choosing, choosing)
+        if isinstance(source, VideoFile):
+            choice, total = self._videos.choice.with_settings(asked), source.num_frames
+            if not choice.do_sample_frames:
+                return Video(tuple(source.read(range(total))), source.fps)
+        else:
+            choice = replace(self._videos.choice, do_sample_frames=False).with_settings(asked)
+            total = len(source.frames)
+            if not choice.do_sample_frames:
+                return source
+            if source.timestamps is not None:
+                raise BadMedia("frames with timestamps are chosen already; give fps for all frames instead")
+        fps = source.fps or self.assumed_fps
+        indices = self._choose(choice, total, fps)
+        if isinstance(source, VideoFile):
+            return timed(source.read(indices), indices, total, fps)
+        return timed([source.frames[index] for index in indices], indices, total, fps)
 
     def _video(self, video: Video, settings: Mapping[str, Any]) -> MediaItem:
         _check_limits(settings["size"])
@@ -305,6 +351,11 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
+    frame_choice: ClassVar[FrameChoice] = FrameChoice(do_sample_frames=True, fps=2)
+    assumed_fps: ClassVar[float | None] = _DEFAULT_FPS
+
+    def _choose(self, choice: FrameChoice, total: int, fps: float | None) -> list[int]:
+        return spread_to_both_ends(choice, total, fps or _DEFAULT_FPS)
 
     def _frame_size(
         self, frames: int, height: int, width: int, factor: int, least: int, most: int

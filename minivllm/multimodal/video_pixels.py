@@ -5,13 +5,15 @@ image processor of the Pillow backend: every frame is resized by Pillow to one s
 like a picture, and a patch holds `temporal_patch_size` frames. Resized pixels can so differ from
 torchvision's in the last bit, as those of pictures do.
 
-All frames that are given are used: choosing some of a long video is the caller's affair.
+All frames that are given are used unless the request says otherwise; those of a file are chosen as the
+model's settings say.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from minivllm.errors import BadMedia, ConfigError, UnsupportedError
 from minivllm.models.hf_config import read_json
+from minivllm.multimodal.frame_choice import FrameChoice
 from minivllm.multimodal.image_processor import ImageProcessor
 from minivllm.multimodal.load import Video
 
@@ -42,6 +45,9 @@ _DEFAULTS: Mapping[str, Any] = {
     "resample": 3,
     "rescale_factor": 1 / 255,
 }
+
+
+_CHOICE = ("do_sample_frames", "fps", "num_frames", "min_frames", "max_frames")
 
 
 def size_for_each_frame(
@@ -97,6 +103,10 @@ class VideoPixels:
         images: does the arithmetic on pixels.
         sizing: the family's.
         defaults: of the family, where the directory says nothing: "size", "image_mean", "image_std".
+        choice: the same for the choice of frames; the directory's settings are over it.
+
+    Attributes:
+        choice: which frames of a file the model sees.
 
     Raises:
         ConfigError: patches of another shape than pictures'.
@@ -104,7 +114,12 @@ class VideoPixels:
     """
 
     def __init__(
-        self, directory: Path, images: ImageProcessor, sizing: Sizing, defaults: Mapping[str, Any]
+        self,
+        directory: Path,
+        images: ImageProcessor,
+        sizing: Sizing,
+        defaults: Mapping[str, Any],
+        choice: FrameChoice = FrameChoice(),  # noqa: B008 (frozen)
     ) -> None:
         self._images = images
         self._sizing = sizing
@@ -118,6 +133,8 @@ class VideoPixels:
                 )
         if values.get("cap_pixels_per_frame"):
             raise UnsupportedError(f"{directory}: cap_pixels_per_frame is not implemented for videos")
+        own = {name: values[name] for name in _CHOICE if name in values}
+        self.choice = replace(choice, **own, together=self._together)
         known = {*_DEFAULTS, *defaults}
         self._settings = {name: values[name] for name in known} | {"size": with_limits(values)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,17 @@ def test_what_is_no_video_is_refused_with_what_it_is(source: Any, message: str) 
         load_video(source)
 
 
-@pytest.mark.parametrize("source", ["clip.mp4", Path("clip.mp4"), b"\0\0\0 ftyp"])
-def test_video_files_are_refused_with_the_way_out(source: Any) -> None:
-    with pytest.raises(UnsupportedError, match="PyAV or OpenCV"):
+@pytest.mark.parametrize("source", ["clip.mp4", Path("clip.mp4"), b"\0\0\0 ftyp", {"file": "clip.mp4"}])
+def test_a_video_file_without_the_extra_is_refused_with_its_name(
+    source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)  # importing it fails now
+    with pytest.raises(UnsupportedError, match=r"pip install 'minivllm\[video\]'; or give frames as"):
         load_video(source)
+
+
+def test_videos_are_not_fetched() -> None:
+    with pytest.raises(UnsupportedError, match=r"not fetched from the network, got 'https://x\.y/clip\.mp4'"):
+        load_video("https://x.y/clip.mp4")
+    with pytest.raises(BadMedia, match="a path, a data URI or bytes, got list"):
+        load_video({"file": [PIXELS]})

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -42,26 +39,6 @@ def frame(width: int, height: int, seed: int) -> Image.Image:
 def make(checkpoints: Path, name: str) -> VideoPixels:
     sizing = size_for_whole_video if name == "tiny-qwen3-vl" else size_for_each_frame
     return VideoPixels(checkpoints / name, ImageProcessor(checkpoints / name, {}), sizing, DEFAULTS)
-
-
-@pytest.fixture(scope="module")
-def genuine() -> Iterator[Callable[[str], Any]]:
-    """`genuine("qwen3_vl")`: Transformers' module of video processing, imported without torchvision."""
-    before = dict(sys.modules)
-    names = ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")
-    if "torchvision" not in sys.modules:
-        for name in names:
-            sys.modules["torchvision" + name] = ModuleType("torchvision" + name)
-        for parent, child in zip(names, ("transforms", "v2", "functional"), strict=False):
-            setattr(sys.modules["torchvision" + parent], child, sys.modules[f"torchvision{parent}.{child}"])
-
-    def load(family: str) -> Any:
-        return importlib.import_module(f"transformers.models.{family}.video_processing_{family}")
-
-    yield load
-    for name in set(sys.modules) - set(before):
-        if name.startswith("torchvision") or ".video_processing_qwen" in name:
-            del sys.modules[name]
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen2-vl", "tiny-qwen2-5-vl", "tiny-qwen3-vl"])
