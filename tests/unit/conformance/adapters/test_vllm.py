@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from conformance.adapters import vllm
 from conformance.adapters.base import EngineRequest, ModelSource
@@ -150,6 +151,16 @@ def failing(source: ModelSource, error: type[Exception]) -> VLLMAdapter:
 def test_a_failure_is_no_refusal(source: ModelSource) -> None:
     with pytest.raises(RuntimeError, match="top_p"):
         failing(source, RuntimeError).submit(EngineRequest("r", {"temperature": 0.0}, (1,)))
+
+
+@pytest.mark.parametrize("kind", [Image.DecompressionBombError, AssertionError])
+def test_what_it_lets_through_while_preparing_costs_the_request_alone(
+    source: ModelSource, kind: type[Exception]
+) -> None:
+    made = failing(source, kind)
+    error = made.submit(EngineRequest("r", {"temperature": 0.0, "max_tokens": 1}, (1,)))
+    assert error is not None
+    assert (error.type, error.message) == (kind.__name__, "top_p must be in (0, 1]")
 
 
 @pytest.mark.parametrize("kind", [TheirOwnError, VLLMClientError])

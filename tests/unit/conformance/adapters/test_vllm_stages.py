@@ -43,10 +43,31 @@ class ToyStack(nn.Module):
         return normed
 
 
-class ToyModel(nn.Module):
+class GuestDecoderLayer(nn.Module):
+    """As Transformers calls its layers: a batch of one, positions by name, no residual beside it."""
+
+    def forward(self, hidden: Tensor, *, position_ids: Tensor) -> Tensor:
+        del position_ids
+        return hidden + 1
+
+
+class GuestStack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.language_model = ToyStack()
+        self.layers = nn.ModuleList([GuestDecoderLayer(), GuestDecoderLayer()])
+        self.norm = nn.Identity()
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        hidden = ids[None, :, None].float().expand(-1, -1, WIDTH)
+        for layer in self.layers:
+            hidden = layer(hidden, position_ids=positions[None])
+        return self.norm(hidden)[0]
+
+
+class ToyModel(nn.Module):
+    def __init__(self, stack: nn.Module) -> None:
+        super().__init__()
+        self.language_model = stack
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return hidden[:, :1] * 10 + torch.arange(VOCAB)
@@ -55,8 +76,8 @@ class ToyModel(nn.Module):
 class Runner:
     """Computes the ids that a plan gives per request, in one flat batch."""
 
-    def __init__(self) -> None:
-        self.model: Any = ToyModel()
+    def __init__(self, stack: nn.Module) -> None:
+        self.model: Any = ToyModel(stack)
         self.input_batch: Any = None
         self.requests: dict[str, Any] = {}
 
@@ -92,14 +113,16 @@ def step(runner: Runner, **scheduled: tuple[list[int], int, int, int]) -> None:
 
 @pytest.fixture
 def runner() -> Runner:
-    return Runner()
+    return Runner(ToyStack())
 
 
 def column(array: Any) -> list[float]:
     return [float(row[0]) for row in array]
 
 
-def test_rows_are_sorted_out_by_request_and_position(runner: Runner) -> None:
+@pytest.mark.parametrize("stack", [ToyStack, GuestStack])
+def test_rows_are_sorted_out_by_request_and_position(stack: type[nn.Module]) -> None:
+    runner = Runner(stack())
     tap = StageTap(runner)
     tap.want("a", prompt_logits=False)
     tap.want("b", prompt_logits=False)
@@ -125,7 +148,9 @@ def test_logits_are_kept_where_a_token_was_sampled(runner: Runner) -> None:
     assert "prompt_logits" not in tap.stages("a")
 
 
-def test_logits_of_a_whole_prompt_come_where_wanted(runner: Runner) -> None:
+@pytest.mark.parametrize("stack", [ToyStack, GuestStack])
+def test_logits_of_a_whole_prompt_come_where_wanted(stack: type[nn.Module]) -> None:
+    runner = Runner(stack())
     tap = StageTap(runner)
     tap.want("a", prompt_logits=True)
     step(runner, a_x=([5, 6, 7], 0, 3, 3), b_x=([1], 0, 1, 1))
