@@ -11,6 +11,7 @@ logprobs are read.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -314,14 +315,7 @@ class VLLMAdapter:
             )
         params = SamplingParams(**sampling)
         if request.chat is not None and (request.media or request.prompt_token_ids is None):
-            if request.cache_salt is not None:
-                raise NotImplementedError("this adapter hands over no cache salt with a chat")
-            chat = file_chat(request)
-            return str(
-                self._llm.enqueue_chat(
-                    chat, params, use_tqdm=False, priority=None, mm_processor_kwargs=settings or None
-                )[0]
-            )
+            return self._add_chat(request, params)
         if request.media and request.text is None:
             raise NotImplementedError("pictures need a chat or a text: vLLM expands placeholders itself")
         prompt_dict: dict[str, Any] = {"prompt": request.text}
@@ -334,6 +328,19 @@ class VLLMAdapter:
         if request.cache_salt is not None:
             prompt_dict["cache_salt"] = request.cache_salt
         return str(self._llm.enqueue([prompt_dict], params, use_tqdm=False)[0])
+
+    def _add_chat(self, request: EngineRequest, params: Any) -> str:
+        chat, settings = file_chat(request), dict(request.mm_processor_kwargs) or None
+        if request.cache_salt is None:
+            return str(
+                self._llm.enqueue_chat(
+                    chat, params, use_tqdm=False, priority=None, mm_processor_kwargs=settings
+                )[0]
+            )
+        # What `enqueue_chat` does, which knows no salts.
+        prompt = self._llm._preprocess_chat_one(chat, mm_processor_kwargs=settings)
+        prompt["cache_salt"] = request.cache_salt
+        return str(self._llm._render_and_add_requests([prompt], [params])[0])
 
     def _take(self, output: Any) -> None:
         name = self._names.get(output.request_id)
@@ -363,7 +370,10 @@ def _load(arguments: Mapping[str, Any], exchanges: frozenset[str], *, keep: bool
         return _engines[key]
     while len(_engines) >= KEPT_ENGINES:
         _engines.popitem(last=False)
+    gc.unfreeze()  # vLLM freezes what a start-up allocates, engines that are gone since then among it
     llm = LLM(**arguments)
+    # Collected, an engine would destroy the process groups that all engines of this process share.
+    llm.llm_engine.engine_core._finalizer.detach()
     core = llm.llm_engine.engine_core.engine_core
     loaded = (llm, StageTap(core.model_executor.driver_worker.worker.model_runner))
     if keep:

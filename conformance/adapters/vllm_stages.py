@@ -89,7 +89,8 @@ class StageTap:
             if key in counts
         ]
         positions, hidden = _entered(args, kwargs)
-        self._keep("positions", (positions.T if positions.ndim == 2 else positions).cpu())
+        if positions is not None:
+            self._keep("positions", (positions.T if positions.ndim == 2 else positions).cpu())
         self._keep("embeddings", hidden)
 
     def _entering(self, stage: str, is_norm: bool) -> Any:
@@ -149,16 +150,19 @@ def _decoder(model: Any) -> tuple[list[Any], Any]:
     if len(found) != 1:
         raise ValueError(f"{type(model).__name__}: stacks of decoder layers at {sorted(found)}, expected one")
     [(place, layers)] = found.items()
-    norm = getattr(model.get_submodule(place), "norm", None)
+    stack = model.get_submodule(place)
+    norm = getattr(stack, "norm", None) or getattr(stack, "final_layer_norm", None)
     if norm is None:
         raise ValueError(f"{type(model).__name__} has no final norm where its layers are")
     return [layer for _, layer in sorted(layers, key=lambda item: item[0])], norm
 
 
-def _entered(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _entered(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Positions and what enters a decoder layer: one of vLLM's, or one of Transformers that it runs."""
     if "position_ids" in kwargs:  # Transformers': a batch of one, and no residual beside it
         return kwargs["position_ids"][0], _flat(_sum(args[:1], kwargs))
+    if len(args) == 1 and not kwargs:  # OPT's: its positions are in the embeddings already
+        return None, args[0]
     return (args[0] if args else kwargs["positions"]), _sum(args[1:], kwargs)
 
 

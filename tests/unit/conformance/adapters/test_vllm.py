@@ -184,6 +184,24 @@ def test_the_pool_is_counted_block_by_block(source: ModelSource) -> None:
     assert (state.total, state.free, state.cached, state.in_use) == (4, 1, 1, 2)
 
 
+def test_a_salt_goes_with_a_chat(source: ModelSource) -> None:
+    added: list[Any] = []
+
+    def add(prompts: list[Any], params: list[Any]) -> list[str]:
+        added.extend(zip(prompts, params, strict=True))
+        return ["7-deadbeef"]
+
+    made = VLLMAdapter(source, {"dtype": "float32"})
+    made._llm = SimpleNamespace(
+        _preprocess_chat_one=lambda chat, mm_processor_kwargs: {"said": chat, "with": mm_processor_kwargs},
+        _render_and_add_requests=add,
+    )
+    chat = ({"role": "user", "content": "hello"},)
+    request = EngineRequest("r", {}, chat=chat, cache_salt="alice", mm_processor_kwargs={"size": 3})
+    assert made._add_chat(request, "params") == "7-deadbeef"
+    assert added == [({"said": [*chat], "with": {"size": 3}, "cache_salt": "alice"}, "params")]
+
+
 def test_it_must_be_entered_first(source: ModelSource) -> None:
     with pytest.raises(RuntimeError, match="not entered"):
         VLLMAdapter(source, {"dtype": "float32"}).advance()

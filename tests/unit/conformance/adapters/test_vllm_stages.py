@@ -64,6 +64,28 @@ class GuestStack(nn.Module):
         return self.norm(hidden)[0]
 
 
+class PlainDecoderLayer(nn.Module):
+    """As OPT's: what enters it is all it gets."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + 1
+
+
+class PlainStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([PlainDecoderLayer(), PlainDecoderLayer()])
+        self.final_layer_norm = nn.Identity()
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        del positions
+        hidden = ids[:, None].float().expand(-1, WIDTH)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        normed: Tensor = self.final_layer_norm(hidden)
+        return normed
+
+
 class ToyModel(nn.Module):
     def __init__(self, stack: nn.Module) -> None:
         super().__init__()
@@ -156,6 +178,18 @@ def test_logits_of_a_whole_prompt_come_where_wanted(stack: type[nn.Module]) -> N
     step(runner, a_x=([5, 6, 7], 0, 3, 3), b_x=([1], 0, 1, 1))
     assert column(tap.stages("a")["prompt_logits"]) == [70, 80, 90]
     assert not tap.stages("b")
+
+
+def test_a_layer_that_gets_no_positions_tells_none() -> None:
+    runner = Runner(PlainStack())
+    tap = StageTap(runner)
+    tap.want("a", prompt_logits=True)
+    step(runner, a_x=([5, 6, 7], 0, 3, 3))
+    stages = tap.stages("a")
+    assert "positions" not in stages
+    assert column(stages["embeddings"]) == [5, 6, 7]
+    assert column(stages["hidden.0"]) == [6, 7, 8]
+    assert column(stages["prompt_logits"]) == [70, 80, 90]
 
 
 def test_rows_that_came_from_a_cache_are_marked(runner: Runner) -> None:
