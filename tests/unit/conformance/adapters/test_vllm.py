@@ -78,7 +78,11 @@ def test_options_of_a_scenario_become_vllms(source: ModelSource) -> None:
     arguments = VLLMAdapter(source, given)._arguments()
     assert arguments["max_num_batched_tokens"] == 8
     assert arguments["enable_prefix_caching"] is False
-    assert "device" not in arguments
+    assert not {"device", "model_impl"} & set(arguments)
+    assert (
+        VLLMAdapter(source, {**given, "model_impl": "transformers"})._arguments()["model_impl"]
+        == "transformers"
+    )
     assert all(
         isinstance(value, str | int | bool) for value in arguments.values()
     )  # a key of the kept engines
