@@ -53,7 +53,18 @@ def test_installed_into_an_empty_directory_it_judges_by_its_own_data(wheel: Path
     )
     assert where.stdout.strip().startswith(str(site))
     run = subprocess.run(
-        [sys.executable, "-P", "-m", "conformance", "run", "parity/*", "--model", "tiny-llama"],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "conformance",
+            "run",
+            "parity/*",
+            "--model",
+            "tiny-llama",
+            "--html",
+            "r.html",
+        ],
         cwd=work,
         env=environment,
         capture_output=True,
@@ -61,3 +72,4 @@ def test_installed_into_an_empty_directory_it_judges_by_its_own_data(wheel: Path
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert "PASS" in run.stdout
+    assert (work / "r.html").read_text(encoding="utf-8").rstrip().endswith("</html>")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from conformance import cli as conformance_cli
-from conformance import compare_cli, diff_cli, golden_cli, kv_map
+from conformance import compare_cli, diff_cli, golden_cli, kv_map, report_cli
 from conformance.doctor import cli as doctor_cli
 from conformance.faults import cli as faults_cli
 from conformance.fuzz import cli as fuzz_cli
@@ -26,6 +26,7 @@ OWN_PARSERS = {
     "fuzz": fuzz_cli.parser(),
     "golden": golden_cli.parser(),
     "kv-map": kv_map.parser(),
+    "report": report_cli.parser(),
 }
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
