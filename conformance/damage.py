@@ -35,7 +35,11 @@ def damaged_copy(source: ModelSource, damage: Mapping[str, Any]) -> Iterator[Mod
             {"remove_tensor": name}, a tensor that is gone;
             {"extra_tensor": name}, a tensor nobody asked for;
             {"wrong_shape": name}, a tensor that lost its last row;
-            {"set_config": {field: value}}, fields of config.json (None deletes one).
+            {"set_config": {field: value}}, fields of config.json (None deletes one);
+            {"set_end_ids": ids}, the ids that end an answer in generation_config.json, the first of
+            them alone in config.json. No damage: the numbers are the checkpoint's own, and so is its
+            SHA-256, so its golden records judge the copy. The id that ends their answers must be
+            among these, and none of the others may be in an answer.
 
     Raises:
         DamageError: no such file or tensor, or the checkpoint is a single file.
@@ -47,7 +51,7 @@ def damaged_copy(source: ModelSource, damage: Mapping[str, Any]) -> Iterator[Mod
         path = Path(temporary) / source.path.name
         shutil.copytree(source.path, path)
         _KINDS[kind](path, argument)
-        yield ModelSource(source.name, path, f"damaged-{kind}")
+        yield ModelSource(source.name, path, source.sha256 if kind in _HARMLESS else f"damaged-{kind}")
 
 
 def _file(path: Path, name: str) -> Path:
@@ -104,6 +108,16 @@ def _set_config(path: Path, values: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(kept, indent=2), encoding="utf-8")
 
 
+def _set_end_ids(path: Path, ids: list[int]) -> None:
+    for name, value in (("config.json", ids[0]), ("generation_config.json", ids)):
+        file = _file(path, name)
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps({**settings, "eos_token_id": value}, indent=2), encoding="utf-8")
+
+
+#: Changes that leave every number as it is.
+_HARMLESS = frozenset({"set_end_ids"})
+
 _KINDS: Mapping[str, Callable[[Path, Any], None]] = {
     "remove_file": _remove_file,
     "truncate": _truncate,
@@ -111,4 +125,5 @@ _KINDS: Mapping[str, Callable[[Path, Any], None]] = {
     "extra_tensor": _extra_tensor,
     "wrong_shape": _wrong_shape,
     "set_config": _set_config,
+    "set_end_ids": _set_end_ids,
 }

@@ -33,15 +33,28 @@ RELATIONS: Mapping[str, str] = {
 ALONE = "alone, cold and whole"
 #: A log-probability below which rounding of log_softmax is not asked for.
 _UNLIKELY = -50.0
+#: What judges the request alone: its numbers too, where the engine shows any.
+_JUDGED = ("tokens_match_golden", "logits_within_yardstick")
 _AXES = {"batch": ["mixed"], "prefix_cache": ["hit"], "chunk": [5]}
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What the probes of one request showed: relation → verdict, and the conclusion."""
+    """What the probes of one request showed.
+
+    Attributes:
+        relations: relation → verdict.
+        text: the conclusion, in words.
+    """
 
     relations: Mapping[str, Verdict]
     text: str
+
+    @property
+    def first(self) -> str | None:
+        """The first relation that breaks: `ALONE` or a key of `RELATIONS`; None if none does."""
+        broken = (name for name in (ALONE, *RELATIONS) if self.relations[name].fails_run)
+        return next(broken, None)
 
 
 def probe(
@@ -60,7 +73,7 @@ def probe(
     history = run_scenario(scenario, point, factory, source, store)
     findings = judge(history, scenario.checks, store.get).findings
     alone = [f for f in findings if not any(_about(f, arm) for arm in RELATIONS)]
-    base = [f.verdict for f in alone if f.check != "same_under"]
+    base = [f.verdict for f in alone if f.check in _JUDGED and f.verdict is not Verdict.SKIP]
     relations = {ALONE: Verdict.worst(base or [Verdict.SKIP])}
     for arm in RELATIONS:
         told = [f.verdict for f in findings if _about(f, arm)]
@@ -103,7 +116,7 @@ def _alone(scenario: Scenario, request: str) -> Scenario:
         matrix={},
         requests={request: scenario.requests[request]},
         steps=(Step("submit", [request], 0), Step("run", {"preempt": None, "period": 1, "poison": False}, 0)),
-        checks=(CheckSpec("tokens_match_golden", request, 0), CheckSpec("same_under", dict(_AXES), 0)),
+        checks=(*(CheckSpec(name, request, 0) for name in _JUDGED), CheckSpec("same_under", dict(_AXES), 0)),
     )
 
 

@@ -142,6 +142,7 @@ def explain(
     subjects = subjects_of(outcome.judgement.findings)
     if not subjects:
         return outcome
+    relation: str | None = None
     try:
         found = {
             one.subject: one.as_dict()
@@ -149,36 +150,43 @@ def explain(
         }
     except NoStages as lacking:
         found = {}
-        note = f"{lacking}; {_probed(outcome, subjects[0], factory, store, root)}"
+        told, relation = _probed(outcome, subjects[0], factory, store, root)
+        note = f"{lacking}; {told}"
     except Exception as trouble:  # triage explains a FAIL; if it breaks, the FAIL must stand
         kind = "" if isinstance(trouble, TriageError) else f"triage crashed: {type(trouble).__name__}: "
         found = {}
         note = f"{kind}{trouble}"
     else:
         note = ""
-    findings = [_with(finding, found, note) for finding in outcome.judgement.findings]
+    findings = [_with(finding, found, note, relation) for finding in outcome.judgement.findings]
     return replace(outcome, judgement=replace(outcome.judgement, findings=tuple(findings)))
 
 
 def _probed(
     outcome: Outcome, subject: Subject, factory: EngineFactory, store: RecordStore, root: Path | None
-) -> str:
-    """Which relation breaks, in words; or why the probes say nothing."""
+) -> tuple[str, str | None]:
+    """Which relation breaks first, in words and by name; or why the probes say nothing."""
     request = subject.request.partition("/")[0]
     try:
-        return f"probes: {request}: {probe(outcome.case, request, factory, store, root).text}"
+        probed = probe(outcome.case, request, factory, store, root)
     except Exception as trouble:  # as above: the FAIL must stand
-        return f"no probes: {type(trouble).__name__}: {trouble}"
+        return f"no probes: {type(trouble).__name__}: {trouble}", None
+    return f"probes: {request}: {probed.text}", probed.first
 
 
-def _with(finding: Finding, found: dict[Subject, dict[str, Any]], note: str) -> Finding:
+def _with(finding: Finding, found: dict[Subject, dict[str, Any]], note: str, relation: str | None) -> Finding:
     subjects = subjects_of([finding])
+    if not subjects and "triage" in finding.detail and finding.request is not None:
+        subjects = [Subject(finding.request)]  # about something else, of a request that was looked into
+        if subjects[0] not in found:
+            return finding
     if not subjects:
         return finding
     told = found.get(subjects[0])
     if told is None:
         known = finding.detail.get("triage")
         told = {**known, "note": note} if isinstance(known, dict) else {"text": note}
+        told |= {"relation": relation} if relation else {}
     return replace(finding, detail={**finding.detail, "triage": told})
 
 

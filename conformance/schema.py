@@ -213,6 +213,7 @@ class Damage(_OneOf):
     extra_tensor: Text | None = None
     wrong_shape: Text | None = None
     set_config: Annotated[dict[str, Any], Field(min_length=1)] | None = None
+    set_end_ids: Annotated[list[int], Field(min_length=1)] | None = None
 
 
 class ScenarioModel(_Closed):

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from conformance.adapters.base import EngineOutput
 from conformance.causes import kind_of, usual_causes
 from conformance.checks.case import BAND, Case, align
-from conformance.checks.logits import row_errors
+from conformance.checks.logits import logprob_band, row_errors
 from conformance.history import RequestRun
 from conformance.records import GoldenRecord, media_embeddings
 
@@ -40,6 +41,9 @@ _EXACT = frozenset({"positions", "spans"})
 
 #: Stages that are about whole pictures, so that a prefix hit takes no rows from them.
 _WHOLE = frozenset({"pixels", "spans", "vision"})
+
+#: Fewer log-probabilities than this say nothing about the gaps between them.
+_GAPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +188,14 @@ def stage_error(
     if kind == "deepstack":  # rows of steps without any picture are not captured
         seen = ~np.isnan(mine).all(axis=1)
         mine, truth = np.where(seen[:, None], mine, 0.0), np.where(seen[:, None], truth, 0.0)
-    errors = np.abs(mine.astype(np.float64) - truth.astype(np.float64))
+    scales = _row_yardsticks(name, scale, truth, first)
+    errors = np.abs(mine.astype(np.float64) - truth.astype(np.float64)).max(axis=1) / scales
     # NaN compares false both ways, so the band is written as what must hold.
-    outside = np.flatnonzero(~(errors <= BAND * scale).all(axis=1))
+    outside = np.flatnonzero(~(errors <= BAND))
     if not outside.size:
-        return float(errors.max() / scale)
+        return float(errors.max())
     at = int(outside[0])
-    size = float(np.max(errors[at]) / scale)
+    size, scale = float(errors[at]), float(scales[at])
     row = first + at
     off = "holds NaN" if np.isnan(size) else f"is off by {size:.3g} × what rounding explains ({scale:.3g})"
     if kind in _WHOLE:
@@ -246,6 +251,20 @@ def stage_yardstick(record: GoldenRecord, name: str, truth: NDArray[Any]) -> flo
     return max(record.yardstick.M / max(largest, 1e-300) * float(np.max(np.abs(truth))), floor)
 
 
+def _row_yardsticks(name: str, scale: float, truth: NDArray[Any], first: int) -> NDArray[np.float64]:
+    """The yardstick of each row of a stage, [rows]: for keys it grows with the position.
+
+    All arms of the reference share one float32 table of frequencies, so their keys agree better than
+    correct ones must. An angle is at most its position; rounding the frequency and the product once
+    each moves a key by up to two units in the last place of the angle, times the key.
+    """
+    rows = np.full(len(truth), scale)
+    if not name.startswith("k."):
+        return rows
+    angles = 2 * float(np.finfo(np.float32).eps) * (first + np.arange(len(truth)))
+    return np.maximum(rows, angles * np.abs(truth).max(axis=1) / BAND)
+
+
 def _wrong_prompt(mine: tuple[int, ...], truth: tuple[int, ...]) -> Suspect:
     at = next((i for i, (a, b) in enumerate(zip(mine, truth, strict=False)) if a != b), None)
     if at is None:
@@ -298,8 +317,13 @@ def _what_stands(record: GoldenRecord, row: int) -> str:
 
 def _answer(case: Case, run: RequestRun, record: GoldenRecord, traced: bool) -> Suspect | None:
     """The first generated position with wrong logits, or with right ones and yet another token."""
-    for position, speaker in align(case, run, record):
+    aligned = align(case, run, record)
+    for position, speaker in aligned:
+        output = speaker.output
         if position >= len(speaker.output_rows):
+            found = None if output is None else _logprobs(record, output, position, speaker.forced)
+            if found is not None:
+                return found
             continue
         row = speaker.output_rows[position]
         worst = float(np.max(np.abs(row_errors(row, record.output, position))))
@@ -308,7 +332,6 @@ def _answer(case: Case, run: RequestRun, record: GoldenRecord, traced: bool) -> 
             where = "logits" if traced else "logits or earlier"
             text = f"{where}: generated position {position} is off by {size:.3g} M"
             return Suspect("logits", position, size, traced, text, record.token_ids[position])
-        output = speaker.output
         ids = (output.choice_token_ids if speaker.forced else output.token_ids) if output else None
         if ids is not None and position < len(ids) and ids[position] != row.argmax:
             text = (
@@ -316,7 +339,54 @@ def _answer(case: Case, run: RequestRun, record: GoldenRecord, traced: bool) -> 
                 f"id {ids[position]} came out"
             )
             return Suspect("sampling", position, None, True, text, ids[position])
+    return _ending(case, run, record) if aligned.divergence is None else None
+
+
+def _logprobs(record: GoldenRecord, output: EngineOutput, position: int, forced: bool) -> Suspect | None:
+    """The same for an engine that shows log-probabilities only.
+
+    Logits are known from them up to a constant: where every entry is off by the same amount, the
+    logits are right and what made probabilities of them is not.
+    """
+    listed = output.logprobs or ()
+    mine = {e.token_id: e.logprob for e in listed[position]} if position < len(listed) else {}
+    table = record.output
+    at = [i for i, token in enumerate(table.top_ids[position].tolist()) if token in mine]
+    if not at:
+        return None
+    truth = table.top_logits[position][at] - table.logsumexp[position]
+    errors = np.array([mine[int(token)] for token in table.top_ids[position][at]]) - truth
+    worst, unit = float(np.max(np.abs(errors))), max(record.yardstick.M, 1e-300)
+    if not worst <= logprob_band(record, float(np.max(np.abs(truth)))):
+        if len(at) >= _GAPS and float(np.ptp(errors)) <= 2 * BAND * record.yardstick.M:
+            text = (
+                f"sampling: at generated position {position} all {len(at)} log-probabilities are off by "
+                f"{float(np.median(errors)):+.3g} and the gaps between them are right: they are not "
+                "normalised over the vocabulary"
+            )
+            return Suspect("sampling", position, worst / unit, True, text, record.token_ids[position])
+        off = f"has a log-probability that is off by {worst / unit:.3g} M"
+        text = f"logits or earlier: generated position {position} {off}"
+        return Suspect("logits", position, worst / unit, False, text, record.token_ids[position])
+    ids, best = output.choice_token_ids if forced else output.token_ids, max(mine, key=lambda i: mine[i])
+    if ids is not None and position < len(ids) and mine.get(ids[position], mine[best]) < mine[best]:
+        text = (
+            f"sampling: at generated position {position} id {best} is the likeliest, {ids[position]} came out"
+        )
+        return Suspect("sampling", position, None, True, text, ids[position])
     return None
+
+
+def _ending(case: Case, run: RequestRun, record: GoldenRecord) -> Suspect | None:
+    """An answer whose ids are the truth's, but that goes on after its end, or ends before it."""
+    ids, last = (run.output.token_ids if run.output else None) or (), len(record.token_ids)
+    if len(ids) == last or not ids or case.may_end_early(run, record):
+        return None
+    if len(ids) > last:
+        text = f"sampling: id {record.token_ids[-1]} ends the answer, and {len(ids) - last} more ids came out"
+        return Suspect("sampling", last, None, True, text, ids[last])
+    text = f"sampling: the answer stops at id {ids[-1]}, {last - len(ids)} ids too early"
+    return Suspect("sampling", len(ids) - 1, None, True, text, ids[-1])
 
 
 def as_lines(found: Mapping[str, Any]) -> list[str]:

@@ -321,7 +321,8 @@ def _verdict(case: Case, one: _Measured, pooled: tuple[float, int], strict: bool
                 detail={**first.detail, **detail},
             )
         ]
-    if judged_by_rms and ratio > BAND:
+    # Of pooled requests, only those that are off themselves are blamed: if the pool is, one of them is.
+    if judged_by_rms and ratio > BAND and rms / _unit(yardstick.R) > BAND:
         whose = "" if long_enough else f" (pooled over {pool_size} positions)"
         failures.append(
             case.fail(
