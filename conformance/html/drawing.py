@@ -115,11 +115,12 @@ def timeline_words(timeline: Timeline) -> str:
     """What the drawing shows, in one sentence."""
     shared = sum(len(span.holders) > 1 for span in timeline.spans)
     shown = len({span.block for span in timeline.spans})
-    parts = [f"{len(timeline.requests)} requests in {timeline.num_steps} steps"]
+    parts = [f"{_count(len(timeline.requests), 'request')} in {_count(timeline.num_steps, 'step')}"]
     if len(timeline.steps) < timeline.num_steps:
         parts[0] += f", the first {len(timeline.steps)} drawn"
     if timeline.num_blocks:
-        parts.append(f"{timeline.num_blocks} blocks used" + (f", {shared} spans shared" if shared else ""))
+        told = f", {_count(shared, 'span')} shared" if shared else ""
+        parts.append(f"{_count(timeline.num_blocks, 'block')} used{told}")
     if shown < timeline.num_blocks:
         parts[-1] += f", the first {shown} drawn"
     if timeline.pool_after is not None:
@@ -188,6 +189,10 @@ def _hints(svg: ET.Element, timeline: Timeline, height: int) -> None:
             ET.SubElement(svg, "path", {"class": "note", "d": f"M{x} {y}l3 6h-6z"})
         title = ET.SubElement(ET.SubElement(svg, "rect", box), "title")
         title.text = _plain("\n".join([f"step {at}", *told, *notes[at]]))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _colour(request: int) -> str:

@@ -261,6 +261,7 @@ def _template() -> Any:
         timeline_svg=lambda timeline: Markup(timeline_svg(timeline)),  # the same
         timeline_words=timeline_words,
         telling=telling,
+        letter=lambda verdict: "X" if verdict is Verdict.WAIVED else verdict.value[0],  # W is WEAK
     )
     environment.tests["web"] = _web
     return environment.get_template("report.html.j2")

@@ -76,7 +76,7 @@ def test_an_exact_yardstick_and_an_empty_answer_can_be_drawn() -> None:
 
 def test_a_timeline_tells_in_words_what_it_draws() -> None:
     assert timeline_words(TIMELINE) == (
-        "2 requests in 2 steps; 3 blocks used, 1 spans shared; "
+        "2 requests in 2 steps; 3 blocks used, 1 span shared; "
         "pool at the end: 5 free, 2 cached, 1 in use of 8"
     )
 

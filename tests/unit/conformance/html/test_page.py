@@ -252,6 +252,26 @@ def test_a_waived_case_says_why_and_a_case_that_did_not_run_has_no_drawings() ->
     assert text.count("Pass free") == 1
 
 
+def test_the_letters_of_the_squares_are_distinct() -> None:
+    verdicts = [verdict for verdict in Verdict if verdict is not Verdict.STALE]  # that is a waiver's
+    page = render([report(*(case(verdict, f"a/{verdict.value}") for verdict in verdicts))])
+    letters = re.findall(r'<a class="sq (\w+)"[^>]*>(.)</a>', page)
+    assert {name for name, _ in letters} == {verdict.value for verdict in verdicts}
+    assert len({letter for _, letter in letters}) == len(verdicts)
+
+
+def test_stages_are_shown_of_triage_and_of_the_check_of_stages() -> None:
+    right = Finding(Verdict.PASS, "stages_within_band", "one", "inside", detail={"k.0": 1.25})
+    wrong = Finding(
+        Verdict.FAIL, "stages_within_band", "two", "v.0 off", size=9.0, detail={"stage": "v.0", "k.0": 0.5}
+    )
+    told = Finding(Verdict.FAIL, "tokens_match_golden", "six", "no", detail={"triage": "no stages here"})
+    words = Tree(render([report(case(Verdict.FAIL, findings=(right, wrong, told)))])).words
+    assert "one stage error / yardstick band 4 k.0 1.25" in words
+    assert "two stage error / yardstick band 4 k.0 0.5 v.0 9 outside" in words
+    assert "six: no stages here" in words
+
+
 def test_a_case_with_hundreds_of_findings_stays_readable() -> None:
     findings = tuple(Finding(Verdict.FAIL, "tokens_match_golden", "one", f"position {i}") for i in range(300))
     text = Tree(render([report(case(Verdict.FAIL, findings=findings))])).words
