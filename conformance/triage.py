@@ -262,7 +262,8 @@ def _row_yardsticks(name: str, scale: float, truth: NDArray[Any], first: int) ->
     if not name.startswith("k."):
         return rows
     angles = 2 * float(np.finfo(np.float32).eps) * (first + np.arange(len(truth)))
-    return np.maximum(rows, angles * np.abs(truth).max(axis=1) / BAND)
+    keys: NDArray[np.float64] = np.maximum(rows, angles * np.abs(truth).max(axis=1) / BAND)
+    return keys
 
 
 def _wrong_prompt(mine: tuple[int, ...], truth: tuple[int, ...]) -> Suspect:

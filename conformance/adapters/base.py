@@ -66,7 +66,7 @@ FEATURES: Mapping[str, str] = {
     "preempt": "can be told to preempt a request",
     "swap": "can be told to move a request's KV to host memory, and brings it back",
     "prefix_cache": "reuses common prefixes and tells how many tokens it reused",
-    "chunked_prefill": "splits prompts over steps by a token budget",
+    "chunked_prefill": "splits prompts over steps by a token budget, the option max_num_batched_tokens",
     "block_size": "block size can be chosen",
     "pool_size": "number of KV blocks can be chosen",
     "poison": "can fill unused KV memory with NaN",
@@ -89,7 +89,8 @@ FEATURES: Mapping[str, str] = {
 
 #: What an engine with the feature "stages" may be asked to capture → the arrays it then shows, rows
 #: being positions of the sequence from 0 unless said otherwise. In order of computation. An engine
-#: leaves out what it does not capture; rows taken from a prefix cache are NaN, or -1 in integers.
+#: leaves out what it does not capture; rows taken from a prefix cache are NaN, or -1 in integers, but
+#: for those of "kv": they stand in the cache, and are shown.
 STAGES: Mapping[str, str] = {
     "pixels": '"pixels": what the image processor made, all pictures in order, flat',
     "spans": '"spans": [spans, 4] start, length, item, first row of the item, in order of start',
@@ -169,7 +170,8 @@ class EngineRequest:
     """One request, as handed to an adapter.
 
     Exactly one of `text`, `chat` is set when the scenario gave the prompt so; `prompt_token_ids`
-    is then set too whenever the golden ids are known. An engine that takes ids uses the ids.
+    is then set too whenever the golden ids are known, unless the engine's own tokenizer or template is
+    judged. An engine that takes ids uses the ids.
 
     Pictures and videos are in `media`, in the order of the prompt. In a chat, a content part
     {"type": "image"} or {"type": "video"} stands for the next of them; in a text or in ids given by
@@ -180,7 +182,8 @@ class EngineRequest:
     Attributes:
         sampling: names and meaning of `minivllm.SamplingParams` (which are vLLM's); only what
             the scenario set. `temperature` is always there.
-        forced_token_ids: teacher forcing, for engines with "forced_decode" or, where no scenario
+        forced_token_ids: teacher forcing: the answer is these ids, all of them, whatever ends an answer
+            or limits its length otherwise; for engines with "forced_decode" or, where no scenario
             asks for it, "forced_prompt".
         capture: keys of `STAGES` to capture, for engines with "stages".
         mm_processor_kwargs: settings of the image processor for this request.

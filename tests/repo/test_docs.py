@@ -106,17 +106,22 @@ def test_readme_commands_that_read_only_do_what_they_say(capsys: pytest.CaptureF
 def test_the_adapter_of_the_plug_in_page_is_judged_and_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [source] = fenced(ROOT / "docs" / "plug-in-your-engine.md", "python")
-    (tmp_path / "my_engine.py").write_text(source)
+    sources = fenced(ROOT / "docs" / "plug-in-your-engine.md", "python")
+    files = {re.match(r'"""(\w+\.py): ', source)[1]: source for source in sources}  # type: ignore[index]
+    assert list(files) == ["my_engine.py", "llama.py"], "the adapter comes first, then what it adapts"
+    for name, source in files.items():
+        assert source == (ROOT / "tests" / "harness" / "toy_engines" / name).read_text(), f"{name} is another"
+        (tmp_path / name).write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     arguments = ["run", "--engine", "my_engine:MyEngine", "--profile", "smoke", "--model", "tiny-llama"]
     assert conformance_cli.main(arguments) == 0, capsys.readouterr().out
     shown = capsys.readouterr().out
-    assert "WEAK   parity/tiny-families[model=tiny-llama]" in shown, "it returns no numbers to judge"
+    assert "WEAK   parity/tiny-families[model=tiny-llama]" in shown, "it is not traced"
     assert "my-engine 1.0, suite" in shown
     assert shown.rstrip().endswith("passed")
 
-    broken = source.replace("out[0, len(prompt) :].tolist()", "(out[0, len(prompt) :] ^ 1).tolist()")
+    broken = files["my_engine.py"].replace("int(rows[-1].argmax())", "int(rows[-1].argmax()) ^ 1")
+    assert broken != files["my_engine.py"]
     (tmp_path / "my_broken_engine.py").write_text(broken)
     arguments[2] = "my_broken_engine:MyEngine"
     assert conformance_cli.main(arguments) == 1

@@ -70,6 +70,17 @@ def test_a_config_field_is_set_or_deleted(source: ModelSource) -> None:
         assert json.loads((copy.path / "config.json").read_text(encoding="utf-8")) == {"hidden_size": 5}
 
 
+def test_other_end_ids_leave_the_numbers_and_so_the_records_as_they_are(source: ModelSource) -> None:
+    (source.path / "generation_config.json").write_text('{"eos_token_id": 7, "do_sample": false}')
+    with damaged_copy(source, {"set_end_ids": [4, 7]}) as copy:
+        assert json.loads((copy.path / "config.json").read_text(encoding="utf-8"))["eos_token_id"] == 4
+        generation = json.loads((copy.path / "generation_config.json").read_text(encoding="utf-8"))
+        assert generation == {"eos_token_id": [4, 7], "do_sample": False}
+        weights = [path / "model.safetensors" for path in (copy.path, source.path)]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+        assert copy.sha256 == source.sha256
+
+
 @pytest.mark.parametrize(
     "damage", [{"remove_file": "x"}, {"truncate": "x"}, {"remove_tensor": "x"}, {"wrong_shape": "x"}]
 )

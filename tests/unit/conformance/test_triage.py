@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from conformance.adapters.base import TokenLogprob
 from conformance.checks import judge
 from conformance.checks.case import Case
 from conformance.history import RequestRun
@@ -128,6 +130,72 @@ def test_right_logits_and_another_token_blame_the_sampling() -> None:
     found = look(run, PLAIN)
     assert found is not None
     assert (found.stage, found.position) == ("sampling", 5)
+
+
+def with_logprobs(run: RequestRun, by: Mapping[int, float], at: int = 3) -> RequestRun:
+    """A run that shows log-probabilities only: the truth's top five, those of position `at` off."""
+    table, lists = PLAIN.output, []
+    for position in range(len(table)):
+        ids = table.top_ids[position, :5].tolist()
+        values = table.top_logits[position, :5] - table.logsumexp[position]
+        off = by if position == at else {}
+        lists.append(
+            tuple(TokenLogprob(token, float(values[i]) + off.get(i, 0.0)) for i, token in enumerate(ids))
+        )
+    assert run.output is not None
+    return replace(run, output_rows=(), output=replace(run.output, logprobs=tuple(lists)))
+
+
+def test_right_logprobs_have_no_suspect() -> None:
+    assert look(with_logprobs(answer(PLAIN), {}), PLAIN) is None
+
+
+def test_logprobs_that_are_all_off_alike_blame_what_normalises_them() -> None:
+    found = look(with_logprobs(answer(PLAIN), dict.fromkeys(range(5), 0.25)), PLAIN)
+    assert found is not None
+    assert (found.stage, found.position, found.exact) == ("sampling", 3, True)
+    assert "+0.25" in found.text
+
+
+@pytest.mark.parametrize("off", [{2: 0.25}, {0: float("nan")}])
+def test_one_wrong_logprob_blames_the_logits_or_what_comes_before(off: dict[int, float]) -> None:
+    found = look(with_logprobs(answer(PLAIN), off), PLAIN)
+    assert found is not None
+    assert (found.stage, found.position, found.exact) == ("logits", 3, False)
+
+
+def test_right_logprobs_and_another_token_blame_the_sampling() -> None:
+    run = answer(PLAIN, choices={5: int(PLAIN.output.top_ids[5, 1])})
+    found = look(with_logprobs(run, {}), PLAIN)
+    assert found is not None
+    assert (found.stage, found.position) == ("sampling", 5)
+
+
+@pytest.mark.parametrize(("more", "position"), [((7, 8), len(PLAIN.token_ids)), (None, 3)])
+def test_an_answer_of_another_length_blames_the_sampling(more: tuple[int, ...] | None, position: int) -> None:
+    run = replace(answer(PLAIN), output_rows=())
+    assert run.output is not None
+    ids = PLAIN.token_ids[:4] if more is None else (*PLAIN.token_ids, *more)
+    found = look(replace(run, output=replace(run.output, token_ids=ids, logprobs=None)), PLAIN)
+    assert found is not None
+    assert (found.stage, found.position) == ("sampling", position)
+
+
+def test_the_yardstick_of_keys_grows_with_the_position() -> None:
+    keys = np.random.default_rng(5).normal(0, 1, (ROWS, 2, 4))
+    record = replace(PLAIN, stages={"k.0": keys}, stage_bands={"k.0": ArmError(1e-9, 1e-9)})
+    by = 2 * float(np.finfo(np.float32).eps) * np.abs(keys).max(axis=(1, 2))  # of one position
+
+    def off(row: int, positions: float) -> Suspect | None:
+        wrong = keys.copy()
+        wrong[row, 0, 0] += positions * by[row]
+        return look(replace(answer(PLAIN), stages={"k.0": wrong.tolist()}), record)
+
+    assert off(20, 19.0) is None
+    found = off(20, 21.0)
+    assert found is not None
+    assert (found.stage, found.position) == ("k.0", 20)
+    assert off(2, 19.0) is not None
 
 
 def test_a_failure_carries_its_triage() -> None:

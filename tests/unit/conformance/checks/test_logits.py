@@ -99,6 +99,16 @@ def test_short_cases_are_pooled_in_units_of_their_own_r() -> None:
     assert "pooled over 18 positions" in found.findings[0].message
 
 
+def test_a_pool_that_is_off_blames_only_the_requests_that_are() -> None:
+    signs = np.where(np.arange(64) % 2, 1.0, -1.0)
+
+    def off(name: str, times: float) -> RequestRun:
+        return answer(make_record(name, positions=6), noise=lambda x: x + times * R * signs)
+
+    found = judged(off("one", 0.5), off("two", 40.0), off("three", 0.5))
+    assert {f.request for f in found.findings if f.verdict is Verdict.FAIL} == {"two"}
+
+
 def test_a_short_case_borrows_long_ones_only_when_short_ones_are_too_few() -> None:
     short = answer(make_record("one", positions=6))
     found = judged(alternating(0.0), short)
