@@ -101,6 +101,24 @@ def peer_vllm(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def ray(session: nox.Session) -> None:
+    """Run on a Ray cluster of two nodes of this machine, in a network of its own. Linux; not part of CI.
+
+    Ray listens on every address it finds, so the cluster lives in a namespace with nothing but loopback.
+    `nox -s ray -- -rP` shows what the commands print.
+    """
+    main(session)
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    session.run(*pip, "-c", "constraints.txt", "-e", ".[ray]", external=True)
+    alone = ["unshare", "--net", "--pid", "--fork", "--mount-proc"]
+    alone += [] if os.geteuid() == 0 else ["--map-root-user"]
+    alone += ["bash", "-c", 'ip link set lo up && exec "$@"', "bash"]
+    env = {**ENV, "OMP_NUM_THREADS": "1"}
+    arguments = ["-m", "pytest", "tests/integration/test_ray.py", *session.posargs]
+    session.run(*alone, str(PYTHON), *arguments, external=True, env=env)
+
+
+@nox.session(venv_backend="none")
 def faults(session: nox.Session) -> None:
     """Put public bugs into minivllm one at a time: each must be found by a check. Two processes.
 

@@ -34,10 +34,10 @@ class Invocation:
     data: Path | None = None
 
 
-def invocation_of(args: argparse.Namespace) -> Invocation:
-    """What the parsed arguments of a command that runs an engine say."""
+def invocation_of(args: argparse.Namespace, engine: str) -> Invocation:
+    """What the parsed arguments of a command say that runs this engine, perhaps beside others."""
     strict = getattr(args, "strict", False)
-    return Invocation(args.engine, args.variant, tuple(args.engine_option), strict, args.data)
+    return Invocation(engine, args.variant, tuple(args.engine_option), strict, args.data)
 
 
 def command_for(case: Case, invocation: Invocation) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -12,12 +13,12 @@ from rich.table import Table
 from conformance.canonical import request_key
 from conformance.checks import CHECKS
 from conformance.checks.arguments import AXES
-from conformance.models import list_models
+from conformance.models import ModelUnavailable, list_models, resolve_model
 from conformance.scenario import CheckSpec, Scenario
 from conformance.store import RecordStore
 from conformance.suite import Case
 
-__all__ = ["lint_suite", "passes_of", "print_explanation", "print_list", "tokens_of"]
+__all__ = ["cost_of", "lint_suite", "passes_of", "print_explanation", "print_list", "tokens_of"]
 
 
 def passes_of(scenario: Scenario) -> int:
@@ -41,6 +42,22 @@ def tokens_of(scenario: Scenario) -> int:
         ids = request.prompt.get("token_ids")
         tokens += (32 if ids is None else len(ids)) + request.max_tokens
     return tokens * passes_of(scenario) * len(scenario.points())
+
+
+def cost_of(case: Case, root: Path | None = None) -> float:
+    """How long a case takes, roughly and without a unit: tokens to compute × bytes of weights to read."""
+    tokens = tokens_of(case.scenario) / len(case.scenario.points())
+    return tokens * _weight_bytes(case.point["model"], root)
+
+
+@cache
+def _weight_bytes(model: str, root: Path | None) -> int:
+    try:
+        path = resolve_model(model, root).path
+    except (ModelUnavailable, OSError):
+        return 0  # its cases are skipped
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files)
 
 
 def print_list(console: Console, cases: Sequence[Case], *, cost: bool = False) -> None:

@@ -13,7 +13,8 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -23,11 +24,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from conformance import EDITION
 from conformance.adapters.base import Capabilities
-from conformance.adapters.received import AdapterError, declared
 from conformance.again import Invocation, invocation_of, with_commands
 from conformance.archive import ArchiveError, read_histories
 from conformance.catalogue import lint_suite, print_explanation, print_list
 from conformance.digest import digest_of
+from conformance.distribute import ClusterError, Declared, LabelError, Settings
+from conformance.distribute.options import add_distribution_options, doing, runner_for
 from conformance.engines import (
     EngineNotFound,
     EngineOptionError,
@@ -41,7 +43,7 @@ from conformance.models import ModelUnavailable, export_models, list_models, res
 from conformance.paths import DataMissing, data_root
 from conformance.report import nothing_judged, print_case, print_summary, reproduce, run_fails
 from conformance.report_files import add_report_options, report_files, write_reports
-from conformance.retrace import TriageError, explain
+from conformance.retrace import TriageError
 from conformance.runner import EngineFactory
 from conformance.scenario import PROFILES, Scenario, ScenarioError, load_scenarios
 from conformance.stability_report import add_stability_options, run_stability
@@ -52,13 +54,14 @@ from conformance.suite import (
     Selection,
     SelectionError,
     apply_waivers,
+    capabilities_of,
     judge_history,
     run_case,
     select,
+    select_matrix,
     why_foreign,
 )
 from conformance.triage_report import look_into, plain, print_examined
-from conformance.verdicts import Verdict
 from conformance.waivers import Waiver, WaiverError, load_waivers
 
 __all__ = ["main", "parser"]
@@ -77,9 +80,11 @@ _PARTS = {
 
 _USAGE_ERRORS = (
     ArchiveError,
+    ClusterError,
     DataMissing,
     EngineNotFound,
     EngineOptionError,
+    LabelError,
     ModelUnavailable,
     RecordError,
     ScenarioError,
@@ -128,30 +133,29 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:
-    scenarios, store = _scenarios(args), RecordStore(args.data)
+    scenarios = _scenarios(args)
     waivers = load_waivers(args.waivers) if args.waivers else []
-    cases = select(scenarios, _selection(args))
-    factory = _factory(args)
-    _must_be_writable(args, args.history)
-    outcomes: list[Outcome] = []
-    looked = 0
+    engines = args.engine or ["minivllm"]
+    names = [_engine_name(args, name) for name in engines]
+    cases = select_matrix(scenarios, _selection(args), names, args.devices)
+    settings = Settings(parse_options(args.engine_option), args.strict, args.data)
+    outcomes: dict[int, Outcome] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(cases))
-        for case in cases:
-            progress.update(task, description=case.label)
-            outcome = run_case(
-                case, factory, store, strict=args.strict, root=args.data, histories=args.history
-            )
-            if outcome.verdict is Verdict.FAIL and looked < args.triage:
-                outcome, looked = explain(outcome, factory, store, root=args.data), looked + 1
-            outcome = with_commands(outcome, invocation_of(args))
-            outcomes.append(outcome)
-            progress.advance(task)
+    with ExitStack() as stack:
+        runner = runner_for(args, cases, RecordStore(args.data), partial(_factory, args), stack)
+        _must_be_writable(args, args.history)
+        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+        task = progress.add_task(doing(runner, cases, 0), total=len(cases))
+        for index, outcome in runner.outcomes(cases, settings, triage=args.triage, histories=args.history):
+            given = engines[0] if len(engines) == 1 else outcome.case.engine
+            outcome = with_commands(outcome, invocation_of(args, given))
+            outcomes[index] = outcome
+            progress.update(task, advance=1, description=doing(runner, cases, len(outcomes)))
             waived, _ = apply_waivers([outcome], waivers, [])
             print_case(console, waived[0])
-    capabilities = _capabilities(factory, cases, args.data)
-    return _finish(args, console, outcomes, waivers, [s.id for s in scenarios], capabilities)
+        declared = runner.declared(cases, settings)
+    ordered = [outcomes[index] for index in range(len(cases))]
+    return _finish(args, console, ordered, waivers, [s.id for s in scenarios], declared)
 
 
 def _recheck(args: argparse.Namespace, console: Console) -> int:
@@ -180,7 +184,7 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
         print_case(console, apply_waivers([outcome], waivers, [])[0][0])
     one = len({(engine.engine, engine.version) for engine in engines}) == 1
     engine, environment = engines[0] if one else None, shared_environment(environments)
-    return _finish(args, console, outcomes, waivers, list(by_id), engine, environment)
+    return _finish(args, console, outcomes, waivers, list(by_id), {("", ""): engine}, environment)
 
 
 def _must_be_writable(args: argparse.Namespace, directory: Path | None = None) -> None:
@@ -199,19 +203,19 @@ def _finish(
     outcomes: Sequence[Outcome],
     waivers: Sequence[Waiver],
     known: Sequence[str],
-    capabilities: Capabilities | None,
+    declared: Declared,
     environment: Mapping[str, str] | None = None,
 ) -> int:
     final, stale = apply_waivers(outcomes, waivers, known)
     should: Mapping[str, bool] = {"strict_should": args.strict_should}
-    print_summary(console, final, stale, capabilities, **should)
-    write_reports(args, final, stale, capabilities, environment)
+    print_summary(console, final, stale, declared, **should)
+    write_reports(args, final, stale, declared, environment)
     failed = run_fails(final, stale, **should)
     return 3 if nothing_judged(final) and not stale else int(failed)
 
 
 def _triage(args: argparse.Namespace, console: Console) -> int:
-    store, factory = RecordStore(args.data), _factory(args)
+    store, factory = RecordStore(args.data), _factory(args, _engine_name(args, args.engine))
     results, failed = [], False
     for case in select(_scenarios(args), _selection(args)):
         outcome = run_case(case, factory, store, strict=args.strict, root=args.data)
@@ -221,7 +225,7 @@ def _triage(args: argparse.Namespace, console: Console) -> int:
             found = look_into(outcome, factory, store, requests=args.request, root=args.data)
         except TriageError as reason:
             error = str(reason)
-        outcome = with_commands(outcome, invocation_of(args))
+        outcome = with_commands(outcome, invocation_of(args, args.engine))
         print_case(console, outcome)
         print_examined(console, found)
         if error is not None:
@@ -233,12 +237,14 @@ def _triage(args: argparse.Namespace, console: Console) -> int:
 
 
 def _stability(args: argparse.Namespace, console: Console) -> int:
-    scenarios, factory = _scenarios(args), _factory(args)
+    scenarios, factory = _scenarios(args), _factory(args, _engine_name(args, args.engine))
     cases = select(scenarios, _selection(args))
-    capabilities = _capabilities(factory, cases, args.data)
+    capabilities = capabilities_of(factory, cases, args.data)
     if capabilities is None:
         raise ModelUnavailable("none of the selected models is here, or the engine tells no capabilities")
-    return run_stability(args, console, cases, scenarios, factory, capabilities, invocation_of(args))
+    return run_stability(
+        args, console, cases, scenarios, factory, capabilities, invocation_of(args, args.engine)
+    )
 
 
 def _list(args: argparse.Namespace, console: Console) -> int:
@@ -288,8 +294,9 @@ def parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser("run", help="run scenarios on an engine and judge it")
     run.set_defaults(command=_run)
-    _add_selection(run)
-    _add_engine(run)
+    _add_selection(run, several=True)
+    _add_engine(run, several=True)
+    add_distribution_options(run)
     run.add_argument("--history", type=Path, metavar="DIR", help="save what happened, for recheck")
     _add_reporting(run)
 
@@ -347,22 +354,32 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _add_selection(parser: argparse.ArgumentParser) -> None:
+def _add_selection(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     parser.add_argument("ids", nargs="*", help="scenario ids or patterns; with any, --profile is ignored")
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="the same as an id")
     parser.add_argument("--profile", choices=PROFILES, default="default")
     parser.add_argument("--area", action="append", default=[], help="first part of the id; may be repeated")
     parser.add_argument("--model", action="append", default=[], help="only these models; may be repeated")
-    parser.add_argument("--device", help="where device is auto: this one (cpu, cuda, mps)")
+    text = "where device is auto: this one (cpu, cuda, mps)"
+    if several:
+        parser.add_argument(
+            "--device", dest="devices", action="append", default=[], help=f"{text}; may be repeated"
+        )
+        parser.set_defaults(device=None)
+    else:
+        parser.add_argument("--device", help=text)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="instead of the scenario's")
     parser.add_argument(
         "--point", action="append", default=[], metavar="OPTION=VALUE", help="only points with this value"
     )
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    engines = ", ".join(engine_names())
-    parser.add_argument("--engine", default="minivllm", help=f"{engines}, or package.module:Class")
+def _add_engine(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    text = f"{', '.join(engine_names())}, or package.module:Class"
+    if several:
+        parser.add_argument("--engine", action="append", help=f"{text}; may be repeated")
+    else:
+        parser.add_argument("--engine", default="minivllm", help=text)
     parser.add_argument("--variant", help="of the engine: --engine hf --variant sdpa is --engine hf-sdpa")
     parser.add_argument(
         "--engine-option",
@@ -380,9 +397,14 @@ def _add_reporting(parser: argparse.ArgumentParser) -> None:
     add_report_options(parser)
 
 
-def _factory(args: argparse.Namespace) -> EngineFactory:
+def _engine_name(args: argparse.Namespace, name: str) -> str:
+    if args.variant and isinstance(args.engine, list) and len(args.engine) > 1:
+        raise EngineOptionError("--variant is of one engine; of several, name each in full, such as hf-sdpa")
+    return f"{name}-{args.variant}" if args.variant else name
+
+
+def _factory(args: argparse.Namespace, name: str) -> EngineFactory:
     """The engine's adapter, with the options of the command line under those of the scenarios."""
-    name = f"{args.engine}-{args.variant}" if args.variant else args.engine
     return with_options(find_engine(name), parse_options(args.engine_option))
 
 
@@ -406,16 +428,3 @@ def _selection(args: argparse.Namespace) -> Selection:
 
 def _scenarios(args: argparse.Namespace) -> list[Scenario]:
     return load_scenarios((args.data or data_root()) / "scenarios")
-
-
-def _capabilities(factory: EngineFactory, cases: Sequence[Case], root: Path | None) -> Capabilities | None:
-    """What the engine says of itself, for the report; None if no model of the run is here."""
-    for case in cases:
-        try:
-            source = resolve_model(case.point["model"], root)
-        except (ModelUnavailable, OSError):
-            continue
-        options = {"dtype": case.point["dtype"], "device": case.point["device"]}
-        with suppress(AdapterError):  # its cases have told
-            return declared(factory, source, options)
-    return None

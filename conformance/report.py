@@ -15,6 +15,7 @@ from rich.table import Table
 
 from conformance import EDITION, REPORT_SCHEMA
 from conformance.adapters.base import Capabilities
+from conformance.distribute.run import Declared
 from conformance.power import KINDS, seeded_power
 from conformance.suite import Outcome
 from conformance.triage import as_lines
@@ -75,11 +76,15 @@ def print_summary(
     console: Console,
     outcomes: Sequence[Outcome],
     stale: Sequence[tuple[Waiver, str]],
-    engine: Capabilities | None,
+    declared: Declared,
     *,
     strict_should: bool = False,
 ) -> None:
-    """The table by area, stale waivers, the power line and the last word."""
+    """The table by area, stale waivers, the power line and the last word.
+
+    Args:
+        declared: (engine, device) as asked for → what the engine says of itself there.
+    """
     used = [verdict for verdict in Verdict if any(o.verdict is verdict for o in outcomes)]
     table = Table(box=None, pad_edge=False)
     table.add_column("area")
@@ -99,9 +104,15 @@ def print_summary(
         text = f"waiver on line {waiver.line} ({escape(waiver.scenario)}): {escape(why)}"
         console.print(f"{_word(Verdict.STALE)} {text}", soft_wrap=True)
     console.print(power_line(outcomes), highlight=False, soft_wrap=True)
-    if engine is not None:
-        console.print(seeded_line(outcomes, engine), highlight=False, soft_wrap=True)
-    name = f"{engine.engine} {engine.version}" if engine is not None else "saved histories"
+    for (name, device), engine in declared.items():
+        own = _of_place(outcomes, name, device) if len(declared) > 1 else outcomes
+        if len(declared) > 1:
+            counted = Counter(outcome.verdict for outcome in own)
+            told = ", ".join(f"{counted[v]} {v.value}" for v in used if counted[v])
+            console.print(escape(f"{name} on {device}: {told}."), highlight=False, soft_wrap=True)
+        if engine is not None:
+            console.print(seeded_line(own, engine), highlight=False, soft_wrap=True)
+    name = ", ".join(_names(declared)) or "saved histories"
     if nothing_judged(outcomes):
         word = f"FAILED: nothing was judged, all of {len(outcomes)} cases were skipped"
     else:
@@ -155,17 +166,22 @@ def reproduce(outcome: Outcome) -> str | None:
 def as_json(
     outcomes: Sequence[Outcome],
     stale: Sequence[tuple[Waiver, str]],
-    engine: Capabilities | None,
+    declared: Declared,
     environment: Mapping[str, str],
     *,
     strict_should: bool = False,
 ) -> str:
     """The whole run as JSON, for programs; `conformance.saved_report` reads it."""
+    [engine] = declared.values() if len(declared) == 1 else [None]
     head = {
         "schema": REPORT_SCHEMA,
         "suite": EDITION,
         "failed": run_fails(outcomes, stale, strict_should=strict_should),
         "engine": None if engine is None else {"name": engine.engine, "version": engine.version},
+        "engines": [
+            _plain_place(_of_place(outcomes, *place) if len(declared) > 1 else outcomes, place, found)
+            for place, found in declared.items()
+        ],
         "environment": dict(environment),
         "stale_waivers": [{"line": w.line, "scenario": w.scenario, "why": why} for w, why in stale],
         "power": power_line(outcomes),
@@ -174,6 +190,28 @@ def as_json(
     # A line per case: short, and two runs can be told apart line by line.
     cases = ",\n".join(json.dumps(_plain_case(outcome), default=_plain) for outcome in outcomes)
     return json.dumps(head, indent=1, default=_plain)[:-2] + f',\n "cases": [\n{cases}\n ]\n}}\n'
+
+
+def _of_place(outcomes: Sequence[Outcome], engine: str, device: str) -> list[Outcome]:
+    return [o for o in outcomes if (o.case.engine, o.case.device) == (engine, device)]
+
+
+def _names(declared: Declared) -> list[str]:
+    """Every engine with its version, once; as it was asked for where it could not tell."""
+    told = (name if e is None else f"{e.engine} {e.version}" for (name, _), e in declared.items())
+    return list(dict.fromkeys(name for name in told if name))
+
+
+def _plain_place(
+    own: Sequence[Outcome], place: tuple[str, str], found: Capabilities | None
+) -> dict[str, Any]:
+    return {
+        "asked_for": place[0],
+        "device": place[1],
+        "name": None if found is None else found.engine,
+        "version": None if found is None else found.version,
+        "seeded_faults": None if found is None else seeded_line(own, found),
+    }
 
 
 def as_junit(outcomes: Sequence[Outcome], stale: Sequence[tuple[Waiver, str]]) -> str:
@@ -233,6 +271,7 @@ def _plain_case(outcome: Outcome) -> dict[str, Any]:
     return {
         "scenario": case.scenario.id,
         "label": case.label,
+        "engine": case.engine or None,
         "area": case.scenario.area,
         "requirement": case.scenario.requirement,
         "source": list(case.scenario.source),

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from conformance.adapters.base import Capabilities
+from conformance.distribute import Declared
 from conformance.environment import describe_environment
 from conformance.html.page import render
 from conformance.markdown import run_markdown, write_markdown
@@ -37,7 +37,7 @@ def write_reports(
     args: argparse.Namespace,
     outcomes: Sequence[Outcome],
     stale: Sequence[tuple[Waiver, str]],
-    engine: Capabilities | None,
+    declared: Declared,
     environment: Mapping[str, str] | None = None,
 ) -> None:
     """Write every report that was asked for; all tell the same as the JSON one.
@@ -48,7 +48,7 @@ def write_reports(
     if not report_files(args):
         return
     where = describe_environment() if environment is None else environment
-    text = as_json(outcomes, stale, engine, where, strict_should=args.strict_should)
+    text = as_json(outcomes, stale, declared, where, strict_should=args.strict_should)
     if args.json:
         args.json.write_text(text, encoding="utf-8")
     if args.junit:

@@ -24,7 +24,7 @@ from conformance.suite import Case, Outcome
 from conformance.triage import StageLine, Suspect, differing_stage, stage_table, triage
 from conformance.verdicts import Finding, Verdict
 
-__all__ = ["Examined", "Subject", "TriageError", "examine", "explain", "subjects_of"]
+__all__ = ["Examined", "Subject", "TriageError", "examine", "explain", "noted", "subjects_of"]
 
 
 class TriageError(RuntimeError):
@@ -158,6 +158,17 @@ def explain(
         note = f"{kind}{trouble}"
     else:
         note = ""
+    return _annotated(outcome, found, note, relation)
+
+
+def noted(outcome: Outcome, note: str) -> Outcome:
+    """The outcome, each FAIL about numbers with the reason why nothing looked into it."""
+    return _annotated(outcome, {}, note, None)
+
+
+def _annotated(
+    outcome: Outcome, found: dict[Subject, dict[str, Any]], note: str, relation: str | None
+) -> Outcome:
     findings = [_with(finding, found, note, relation) for finding in outcome.judgement.findings]
     return replace(outcome, judgement=replace(outcome.judgement, findings=tuple(findings)))
 

@@ -16,6 +16,7 @@ from conformance.verdicts import Finding, Power, Verdict
 
 __all__ = [
     "EngineName",
+    "JudgedEngine",
     "Report",
     "ReportError",
     "SavedCase",
@@ -39,6 +40,20 @@ class EngineName:
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedEngine:
+    """One engine on one device, of a run that may have several."""
+
+    asked_for: str
+    device: str
+    name: str | None
+    version: str | None
+    seeded_faults: str | None
+
+    def __str__(self) -> str:
+        return self.asked_for if self.name is None else f"{self.name} {self.version}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +105,8 @@ class Report:
 
     Attributes:
         suite: the suite's edition; a verdict is meaningful only together with it.
-        engine: None where histories of several engines were judged again.
+        engine: None where several engines were judged.
+        engines: every one, as it was asked for, and where; its name and version, if it told them.
         power, seeded_faults: what the run could have seen, in words.
     """
 
@@ -103,11 +119,14 @@ class Report:
     stale_waivers: tuple[StaleWaiver, ...]
     power: str
     seeded_faults: str | None
+    engines: tuple[JudgedEngine, ...] = ()
 
     @property
     def title(self) -> str:
-        """The engine and its version, for headings."""
-        return "saved histories" if self.engine is None else str(self.engine)
+        """The engine and its version, or those of several, for headings."""
+        if self.engine is not None:
+            return str(self.engine)
+        return ", ".join(dict.fromkeys(map(str, self.engines))) or "saved histories"
 
     @property
     def engine_name(self) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from conformance.adapters.base import request_of
-from conformance.adapters.received import AdapterError
+from conformance.adapters.base import Capabilities, request_of
+from conformance.adapters.received import AdapterError, declared
 from conformance.archive import write_history
 from conformance.canonical import request_key
 from conformance.checks import judge
@@ -29,10 +31,13 @@ __all__ = [
     "Selection",
     "SelectionError",
     "apply_waivers",
+    "capabilities_of",
     "judge_history",
     "point_label",
     "run_case",
     "select",
+    "select_matrix",
+    "unjudged",
     "why_foreign",
 ]
 
@@ -62,14 +67,26 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One scenario at one point: the unit that gets a verdict."""
+    """One scenario at one point: the unit that gets a verdict.
+
+    Attributes:
+        engine: its name as it was asked for; "" where nothing is to be run.
+        has_twins: whether the run has the same on other engines or devices; its label then tells them.
+    """
 
     scenario: Scenario
     point: Mapping[str, Any]
+    engine: str = ""
+    has_twins: bool = False
+
+    @property
+    def device(self) -> str:
+        return str(self.point.get("device", "auto"))
 
     @property
     def label(self) -> str:
-        return self.scenario.id + point_label(self.scenario, self.point)
+        apart = {"engine": self.engine, "device": self.device} if self.has_twins else {}
+        return self.scenario.id + point_label(self.scenario, self.point, apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +104,21 @@ class Outcome:
         return self.judgement.verdict
 
 
-def point_label(scenario: Scenario, point: Mapping[str, Any]) -> str:
-    """The point's values on axes that have several, as "[a=1, b=2]"; "" if there are none."""
+def point_label(
+    scenario: Scenario, point: Mapping[str, Any], apart: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The point's values on axes that have several, as "[a=1, b=2]"; "" if there are none.
+
+    Args:
+        apart: shown before them.
+    """
     axes = {"model": scenario.models, "dtype": scenario.dtypes, **scenario.matrix}
-    shown = [f"{axis}={point[axis]}" for axis, values in axes.items() if len(values) > 1 and axis in point]
+    shown = [f"{axis}={value}" for axis, value in apart.items()]
+    shown += [
+        f"{axis}={point[axis]}"
+        for axis, values in axes.items()
+        if len(values) > 1 and axis in point and axis not in apart
+    ]
     return f"[{', '.join(shown)}]" if shown else ""
 
 
@@ -123,6 +151,34 @@ def select(scenarios: Sequence[Scenario], selection: Selection) -> list[Case]:
     if not cases:
         raise SelectionError("nothing is selected: no scenario meets every criterion; see: conformance list")
     return cases
+
+
+def select_matrix(
+    scenarios: Sequence[Scenario],
+    selection: Selection,
+    engines: Sequence[str],
+    devices: Sequence[str] = (),
+) -> list[Case]:
+    """The selected cases on each device of each engine, those of one scenario and point together.
+
+    Args:
+        devices: instead of the selection's; none leaves it as it is.
+
+    Raises:
+        SelectionError: see `select`; or an engine or a device is named twice.
+    """
+    for names in (engines, devices):
+        if len(set(names)) < len(names):
+            raise SelectionError(f"named twice: {', '.join(sorted(n for n in names if names.count(n) > 1))}")
+    where: Sequence[str | None] = devices or [selection.device]
+    places = [(engine, device) for engine in engines for device in where]
+    order = {scenario.id: place for place, scenario in enumerate(scenarios)}
+    cases = [
+        replace(case, engine=engine, has_twins=len(places) > 1)
+        for engine, device in places
+        for case in select(scenarios, replace(selection, device=device))
+    ]
+    return sorted(cases, key=lambda case: order[case.scenario.id])
 
 
 def _points(scenario: Scenario, selection: Selection) -> list[dict[str, Any]]:
@@ -165,17 +221,32 @@ def run_case(
         source = resolve_model(case.point["model"], root)
         history = run_scenario(case.scenario, case.point, factory, source, store)
     except (Skipped, ModelUnavailable) as reason:
-        judgement = _one_finding(case, Verdict.SKIP, str(reason))
+        judgement = unjudged(case, Verdict.SKIP, str(reason))
     except AdapterError as mistake:
-        judgement = _one_finding(case, Verdict.ERROR, str(mistake))
+        judgement = unjudged(case, Verdict.ERROR, str(mistake))
     except Exception as crash:  # the harness's own trouble must fail this case, not end the run
-        judgement = _one_finding(case, Verdict.ERROR, f"the harness failed: {type(crash).__name__}: {crash}")
+        judgement = unjudged(case, Verdict.ERROR, f"the harness failed: {type(crash).__name__}: {crash}")
     else:
         if histories is not None:
             write_history(histories, history)
         judgement = judge_history(history, case.scenario, store, strict=strict)
         digest = digest_of(history, case.scenario, judgement, store.get)
     return Outcome(case, judgement, time.perf_counter() - started, digest=digest)
+
+
+def capabilities_of(
+    factory: EngineFactory, cases: Iterable[Case], root: Path | None = None
+) -> Capabilities | None:
+    """What the engine says of itself, for the report; None if no model of the cases is here."""
+    for case in cases:
+        try:
+            source = resolve_model(case.point["model"], root)
+        except (ModelUnavailable, OSError):
+            continue
+        options = {"dtype": case.point["dtype"], "device": case.point["device"]}
+        with suppress(AdapterError):  # its cases have told
+            return declared(factory, source, options)
+    return None
 
 
 def judge_history(
@@ -233,7 +304,8 @@ def apply_waivers(
     used: dict[int, list[Verdict]] = {}
     for outcome in outcomes:
         case = outcome.case
-        covering = [w for w in waivers if w.covers(case.scenario.id, case.point)]
+        point = {**case.point, "engine": case.engine} if case.has_twins else case.point
+        covering = [w for w in waivers if w.covers(case.scenario.id, point)]
         for waiver in covering:
             used.setdefault(waiver.line, []).append(outcome.verdict)
         if covering and outcome.verdict is Verdict.FAIL:
@@ -260,6 +332,7 @@ def _stale(
             yield waiver, f"its scenario ran at no point with {dict(waiver.point)}"
 
 
-def _one_finding(case: Case, verdict: Verdict, message: str) -> Judgement:
+def unjudged(case: Case, verdict: Verdict, message: str) -> Judgement:
+    """The judgement on a case that did not get as far as its checks."""
     finding = Finding(verdict, "scenario", None, message)
     return Judgement(verdict, (finding,), Power((), {}), case.scenario.level)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from conformance.adapters.fake_model import write_toy_suite
 from conformance.again import Invocation, command_for, invocation_of, with_commands
-from conformance.cli import _factory, _selection, parser
+from conformance.cli import _engine_name, _factory, _selection, parser
 from conformance.paths import data_root
 from conformance.scenario import Scenario, load_scenarios
 from conformance.suite import Case, Outcome, Selection, select
@@ -36,7 +37,8 @@ def parsed(command: str) -> tuple[Invocation, Selection]:
     words = shlex.split(command)
     assert words[:2] == ["conformance", "run"]
     args = PARSER.parse_args(words[1:])
-    return invocation_of(args), _selection(args)
+    [device] = args.devices or [None]
+    return invocation_of(args, args.engine[0]), replace(_selection(args), device=device)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +82,9 @@ def test_what_can_change_a_verdict_survives_the_shell(tmp_path: Path) -> None:
 
 def test_a_variant_is_the_engine_it_was(tmp_path: Path) -> None:
     args = PARSER.parse_args(["run", "--engine", "hf", "--variant", "sdpa"])
-    words = shlex.split(command_for(some_case(tmp_path), invocation_of(args)))
+    words = shlex.split(command_for(some_case(tmp_path), invocation_of(args, args.engine[0])))
     again = PARSER.parse_args(words[1:])
-    assert _factory(again) is _factory(args)
+    assert _factory(again, _engine_name(again, again.engine[0])) is _factory(args, "hf-sdpa")
 
 
 def some_case(root: Path) -> Case:

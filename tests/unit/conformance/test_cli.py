@@ -259,7 +259,7 @@ def test_an_interrupted_run_exits_with_130(run: Run, monkeypatch: pytest.MonkeyP
     def interrupted(*_: object, **__: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("conformance.cli.run_case", interrupted)
+    monkeypatch.setattr("conformance.distribute.run.run_case", interrupted)
     status, _, err = run("run", "--engine", RIGHT)
     assert status == 130
     assert "interrupted" in err

@@ -6,6 +6,7 @@ import datetime
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from conformance import EDITION
 from conformance.adapters.base import FEATURES, Capabilities
+from conformance.distribute import Declared
 from conformance.report import (
     as_json,
     as_junit,
@@ -29,6 +31,7 @@ from conformance.verdicts import Finding, Judgement, Power, Verdict
 from conformance.waivers import Waiver
 
 ENGINE = Capabilities("fake", "1.2", ("float32",), frozenset())
+ALONE: Declared = {("fake", "auto"): ENGINE}
 WAIVER = Waiver("a/*", {}, "known [limit]", "https://example.org/1", datetime.date(2999, 1, 1), 4)
 SEEN = Power(("tokens", "logits"), {"bits": "off"}, judged=10, decided=9, unjudged=1)
 
@@ -68,9 +71,9 @@ def printed(one: Outcome) -> str:
     return out.getvalue()
 
 
-def summary(outcomes: list[Outcome], stale: Any = (), **options: Any) -> str:
+def summary(outcomes: list[Outcome], stale: Any = (), declared: Declared = ALONE, **options: Any) -> str:
     out = io.StringIO()
-    print_summary(Console(file=out, width=200, highlight=False), outcomes, stale, ENGINE, **options)
+    print_summary(Console(file=out, width=200, highlight=False), outcomes, stale, declared, **options)
     return out.getvalue()
 
 
@@ -165,7 +168,7 @@ def test_evidence_that_was_seen_counts_though_the_engine_offers_it_only_under_an
 
 def test_json_holds_everything() -> None:
     failed = outcome(Verdict.FAIL, position=3, size=7.5, reproduce="conformance run a/one")
-    data = json.loads(as_json([failed, outcome(Verdict.WAIVED)], [(WAIVER, "why")], ENGINE, {"python": "3"}))
+    data = json.loads(as_json([failed, outcome(Verdict.WAIVED)], [(WAIVER, "why")], ALONE, {"python": "3"}))
     assert data["failed"] is True
     assert data["engine"] == {"name": "fake", "version": "1.2"}
     assert data["stale_waivers"] == [{"line": 4, "scenario": "a/*", "why": "why"}]
@@ -179,10 +182,43 @@ def test_json_holds_everything() -> None:
     assert second["waiver"]["expiry"] == "2999-01-01"
 
 
+def twin(one: Outcome, engine: str, device: str) -> Outcome:
+    point = {**one.case.point, "device": device}
+    return replace(one, case=replace(one.case, point=point, engine=engine, has_twins=True))
+
+
+def test_several_engines_are_told_apart() -> None:
+    outcomes = [
+        twin(outcome(Verdict.PASS), "mine", "cuda"),
+        twin(outcome(Verdict.FAIL), "theirs", "cpu"),
+        twin(outcome(Verdict.PASS), "theirs", "cpu"),
+    ]
+    declared: Declared = {
+        ("mine", "cuda"): Capabilities("mine", "3", ("float32",), frozenset()),
+        ("theirs", "cpu"): None,
+    }
+    told = summary(outcomes, declared=declared)
+    assert "mine on cuda: 1 PASS.\nSeeded faults: " in told
+    assert "theirs on cpu: 1 PASS, 1 FAIL.\n" in told
+    assert told.splitlines()[-1].startswith("mine 3, theirs, suite ")
+    assert printed(outcomes[0]) == "PASS   a/one[engine=mine, device=cuda, model=toy]  1.2 s\n"
+    data = json.loads(as_json(outcomes, [], declared, {}))
+    assert [(c["engine"], c["point"]["device"]) for c in data["cases"]] == [
+        ("mine", "cuda"),
+        ("theirs", "cpu"),
+        ("theirs", "cpu"),
+    ]
+    assert data["engine"] is None
+    assert [(e["asked_for"], e["device"], e["name"], e["version"]) for e in data["engines"]] == [
+        ("mine", "cuda", "mine", "3"),
+        ("theirs", "cpu", None, None),
+    ]
+
+
 def test_json_survives_numbers_of_numpy() -> None:
     import numpy as np
 
-    data = json.loads(as_json([outcome(Verdict.PASS, detail={"n": np.int64(3)})], [], None, {}))
+    data = json.loads(as_json([outcome(Verdict.PASS, detail={"n": np.int64(3)})], [], {("", ""): None}, {}))
     assert data["cases"][0]["findings"][0]["detail"] == {"n": 3}
     assert data["engine"] is None
 
