@@ -99,7 +99,7 @@ def test_a_case_that_did_not_run_has_no_digest(root: Path) -> None:
 def test_a_digest_goes_through_pickle_and_through_the_json_report(root: Path) -> None:
     outcome = run(root, fake_engine(fault="nan_logits"))
     assert pickle.loads(pickle.dumps(outcome.digest)) == outcome.digest
-    text = as_json([outcome], [], None, {"torch": "2"})
+    text = as_json([outcome], [], {("", ""): None}, {"torch": "2"})
     [case] = parse_report(text, "r.json").cases
     assert case.digest == outcome.digest
     assert case.verdict is outcome.verdict
