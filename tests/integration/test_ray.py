@@ -89,7 +89,7 @@ def run(cluster: Any, marks: Path, capsys: pytest.CaptureFixture[str]) -> Run:
             words += ["--ray", ray] + ([] if "--ray-timeout" in words else ["--ray-timeout", PATIENCE])
         status = main(words)
         out, err = capsys.readouterr()
-        shown = " ".join(word.replace(str(Path(words[-1]).parent), "…") for word in words)
+        shown = " ".join(words).replace(f"{marks.parent}/", "")
         print(f"$ conformance {shown}\n{out}{err}exit status {status}\n")
         return status, out, err
 
@@ -106,7 +106,7 @@ def test_a_killed_worker_is_replaced_and_the_verdicts_are_those_of_one_machine(
 ) -> None:
     """minivllm on the node labelled left, killed in the middle; Transformers on the one labelled right."""
     there, histories = tmp_path / "ray.json", tmp_path / "histories"
-    what = ["--area", "stopping", "--model", "tiny-llama"]
+    what = ["--profile", "smoke", "--area", "parity", "--area", "scheduling", "--model", "tiny-llama"]
     engines = ["--engine", "ray_engines:KilledOnce", "--engine", "hf"]
     labels = ["--ray-resource", "ray_engines:KilledOnce=left", "--ray-resource", "hf=right"]
     status, out, _ = run(*what, *engines, *labels, "--json", there, "--history", histories)
