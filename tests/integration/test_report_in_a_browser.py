@@ -57,7 +57,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
             for case in cases
         ]
-        data = json.loads(as_json(outcomes, [], None, {"torch": "2"}))
+        data = json.loads(as_json(outcomes, [], {("", ""): None}, {"torch": "2"}))
         data["engine"] = {"name": "wrong" if fault else "right", "version": "1"}
         data["cases"][-1]["findings"][0]["message"] = HOSTILE
         reports.append(parse_report(json.dumps(data), "toy"))
