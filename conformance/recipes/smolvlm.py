@@ -1,33 +1,44 @@
-"""SmolVLM checkpoint. Idefics3 is the same computation under another name."""
+"""SmolVLM checkpoint, and one of Idefics3, the same computation: with larger crops and a BOS token."""
 
 from __future__ import annotations
 
 from conformance.recipes.recipe import MechanicsRecipe, VisionParts
 from conformance.recipes.tokenizer import NUM_BPE_TOKENS, SpecialTokens
 
-__all__ = ["CROP", "SMOLVLM_RECIPES"]
+__all__ = ["CROP", "IDEFICS3_CROP", "SMOLVLM_RECIPES"]
 
 #: Side of a crop in pixels; the tower sees 4 × 4 patches of it and hands on 2 × 2 tokens.
 CROP = 56
 
+#: The same for Idefics3: 6 × 6 patches, 3 × 3 tokens.
+IDEFICS3_CROP = 84
+
+_PATCH, _SCALE = 14, 2
+
+_PICTURE_TOKENS = (
+    "<end_of_utterance>",
+    "<fake_token_around_image>",
+    "<image>",
+    "<global-img>",
+    # Up to 3 × 3 crops by name; the published models go up to 6 × 6.
+    *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
+)
+
 _SPECIAL = SpecialTokens(
-    tokens=(
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<end_of_utterance>",
-        "<fake_token_around_image>",
-        "<image>",
-        "<global-img>",
-        # Up to 3 × 3 crops by name; the published models go up to 6 × 6.
-        *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
-    ),
+    tokens=("<|endoftext|>", "<|im_start|>", *_PICTURE_TOKENS),
     pad="<|endoftext|>",
 )
 
-# As in the published models, "<|im_start|>" is written once, and the colon after a role is followed
-# by a space only where text follows.
+_IDEFICS3_SPECIAL = SpecialTokens(
+    tokens=("<|begin_of_text|>", "<|end_of_text|>", *_PICTURE_TOKENS),
+    pad="<|end_of_text|>",
+    bos="<|begin_of_text|>",
+)
+
+# As in the published models, what opens the conversation is written once, and the colon after a role is
+# followed by a space only where text follows.
 _CHAT_TEMPLATE = """\
-{{- '<|im_start|>' -}}
+{{- 'OPENING' -}}
 {%- for message in messages -%}
 {{- message['role'] | capitalize -}}
 {%- if message['content'] is string -%}
@@ -45,35 +56,39 @@ _CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-SMOLVLM_RECIPES: tuple[MechanicsRecipe, ...] = (
-    MechanicsRecipe(
-        name="tiny-smolvlm",
-        summary="SmolVLM: crops in rows and columns, SigLIP tower, pixel shuffle, Llama decoder",
-        architecture="SmolVLMForConditionalGeneration",
+
+def _recipe(
+    name: str, family: str, summary: str, special: SpecialTokens, opening: str, crop: int, seed: int
+) -> MechanicsRecipe:
+    """A model of crops; `family` begins the names of its Transformers classes."""
+    return MechanicsRecipe(
+        name=name,
+        summary=summary,
+        architecture=f"{family}ForConditionalGeneration",
         config={
             "model_type": "llama",
-            "vocab_size": NUM_BPE_TOKENS + len(_SPECIAL.tokens),
+            "vocab_size": NUM_BPE_TOKENS + len(special.tokens),
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
-        special=_SPECIAL,
-        end_tokens=("<end_of_utterance>", "<|endoftext|>"),
-        chat_template=_CHAT_TEMPLATE,
-        seed=12,
+        special=special,
+        end_tokens=("<end_of_utterance>", special.pad),
+        chat_template=_CHAT_TEMPLATE.replace("OPENING", opening),
+        seed=seed,
         vision=VisionParts(
             vision_config={
                 "hidden_size": 64,
                 "intermediate_size": 128,
                 "num_hidden_layers": 2,
                 "num_attention_heads": 2,
-                "image_size": CROP,
-                "patch_size": 14,
+                "image_size": crop,
+                "patch_size": _PATCH,
             },
             config={
-                "scale_factor": 2,
-                "image_token_id": _SPECIAL.ids["<image>"],
-                "pad_token_id": _SPECIAL.ids["<|endoftext|>"],
+                "scale_factor": _SCALE,
+                "image_token_id": special.ids["<image>"],
+                "pad_token_id": special.ids[special.pad],
                 "tie_word_embeddings": False,
             },
             tokens={
@@ -91,16 +106,37 @@ SMOLVLM_RECIPES: tuple[MechanicsRecipe, ...] = (
                     "do_rescale": True,
                     "do_resize": True,
                     "image_mean": [0.5, 0.5, 0.5],
-                    "image_processor_type": "SmolVLMImageProcessor",
+                    "image_processor_type": f"{family}ImageProcessor",
                     "image_std": [0.5, 0.5, 0.5],
-                    "max_image_size": {"longest_edge": CROP},
+                    "max_image_size": {"longest_edge": crop},
                     "resample": 1,
                     "rescale_factor": 1 / 255,
-                    "size": {"longest_edge": 2 * CROP},
+                    "size": {"longest_edge": 2 * crop},
                 },
-                "image_seq_len": 4,
-                "processor_class": "SmolVLMProcessor",
+                "image_seq_len": (crop // _PATCH // _SCALE) ** 2,
+                "processor_class": f"{family}Processor",
             },
         ),
+    )
+
+
+SMOLVLM_RECIPES: tuple[MechanicsRecipe, ...] = (
+    _recipe(
+        "tiny-smolvlm",
+        "SmolVLM",
+        "SmolVLM: crops in rows and columns, SigLIP tower, pixel shuffle, Llama decoder",
+        _SPECIAL,
+        "<|im_start|>",
+        CROP,
+        seed=12,
+    ),
+    _recipe(
+        "tiny-idefics3",
+        "Idefics3",
+        "Idefics3: SmolVLM's computation, with larger crops of 3 × 3 tokens and a BOS token",
+        _IDEFICS3_SPECIAL,
+        "<|begin_of_text|>",
+        IDEFICS3_CROP,
+        seed=21,
     ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LLAVA_LINE", "SMOLVLM_AND_BLIP2", "Published"]
+__all__ = ["GLM_AND_GEMMA3", "LLAVA_LINE", "SMOLVLM_AND_BLIP2", "Published"]
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ LLAVA_LINE: dict[str, Published] = {
     ),
 }
 
-#: All of BLIP-2 but its decoder's shape is confirmed by the defaults, little of SmolVLM2.
+#: All of BLIP-2 but its decoder's shape is confirmed by the defaults, little of SmolVLM2 and Idefics3.
 SMOLVLM_AND_BLIP2: dict[str, Published] = {
     "SmolVLM2-2.2B": Published(
         config={
@@ -261,6 +261,56 @@ SMOLVLM_AND_BLIP2: dict[str, Published] = {
         ),
         parameters=2.25,
     ),
+    "Idefics3-8B-Llama3": Published(
+        # Llama 3 8B with 128 + 3 further tokens; the tower is SigLIP of so400m at 364 pixels.
+        config={
+            "architectures": ["Idefics3ForConditionalGeneration"],
+            "image_token_id": 128257,
+            "model_type": "idefics3",
+            "scale_factor": 2,
+            "text_config": {
+                "architectures": ["VLlama3ForCausalLM"],
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "max_position_embeddings": 10240,
+                "model_type": "llama",
+                "num_attention_heads": 32,
+                "num_hidden_layers": 32,
+                "num_key_value_heads": 8,
+                "pad_token_id": 128002,
+                "rms_norm_eps": 1e-05,
+                "rope_theta": 500000.0,
+                "torch_dtype": "bfloat16",
+                "vocab_size": 128259,
+            },
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "vision_config": {
+                "hidden_size": 1152,
+                "image_size": 364,
+                "intermediate_size": 4304,
+                "model_type": "idefics3_vision",
+                "num_attention_heads": 16,
+                "num_hidden_layers": 27,
+                "patch_size": 14,
+            },
+        },
+        spelling={},
+        unconfirmed=(
+            "text_config.intermediate_size",
+            "text_config.max_position_embeddings",
+            "text_config.num_key_value_heads",
+            "text_config.pad_token_id",
+            "text_config.rope_theta",
+            "text_config.vocab_size",
+            "vision_config.image_size",
+            "vision_config.intermediate_size",
+            "vision_config.num_hidden_layers",
+            "vision_config.patch_size",
+        ),
+        parameters=8.46,
+    ),
     "BLIP-2-OPT-2.7B": Published(
         config={
             "architectures": ["Blip2ForConditionalGeneration"],
@@ -296,5 +346,165 @@ SMOLVLM_AND_BLIP2: dict[str, Published] = {
             "text_config.word_embed_proj_dim",
         ),
         parameters=3.74,
+    ),
+}
+
+_GLM = {
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151552,
+}
+
+_GEMMA3 = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+
+#: GLM-4 is what the defaults of its classes are for, but for its context; of Gemma 3 the defaults confirm
+#: what all its sizes share. Its windows are from the cards too: `sliding_window` is not compared.
+GLM_AND_GEMMA3: dict[str, Published] = {
+    "glm-4-9b-chat-hf": Published(
+        config={
+            **_GLM,
+            "architectures": ["GlmForCausalLM"],
+            "max_position_embeddings": 131072,
+            "model_type": "glm",
+            "rms_norm_eps": 1.5625e-07,
+            "rope_theta": 10000.0,
+        },
+        spelling={},
+        unconfirmed=(),
+        parameters=9.40,
+    ),
+    "GLM-4-9B-0414": Published(
+        config={
+            **_GLM,
+            "architectures": ["Glm4ForCausalLM"],
+            "max_position_embeddings": 32768,
+            "model_type": "glm4",
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 10000.0,
+        },
+        spelling={},
+        unconfirmed=(
+            "max_position_embeddings",
+            "rms_norm_eps",
+        ),
+        parameters=9.40,
+    ),
+    "gemma-3-270m": Published(
+        config={
+            **_GEMMA3,
+            "architectures": ["Gemma3ForCausalLM"],
+            "hidden_size": 640,
+            "intermediate_size": 2048,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 18,
+            "num_key_value_heads": 1,
+        },
+        spelling={},
+        unconfirmed=(
+            "hidden_size",
+            "intermediate_size",
+            "max_position_embeddings",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "sliding_window_pattern",
+            "vocab_size",
+        ),
+        parameters=0.268,
+    ),
+    "gemma-3-1b": Published(
+        config={
+            **_GEMMA3,
+            "architectures": ["Gemma3ForCausalLM"],
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+        },
+        spelling={},
+        unconfirmed=(
+            "hidden_size",
+            "intermediate_size",
+            "max_position_embeddings",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "sliding_window_pattern",
+            "vocab_size",
+        ),
+        parameters=1.0,
+    ),
+    "gemma-3-4b": Published(
+        # The file's text_config says little more than how it differs from the class.
+        config={
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "boi_token_index": 255999,
+            "eoi_token_index": 256000,
+            "image_token_index": 262144,
+            "mm_tokens_per_image": 256,
+            "model_type": "gemma3",
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {
+                "hidden_size": 1152,
+                "image_size": 896,
+                "intermediate_size": 4304,
+                "model_type": "siglip_vision_model",
+                "num_attention_heads": 16,
+                "num_hidden_layers": 27,
+                "patch_size": 14,
+                "vision_use_head": False,
+            },
+        },
+        spelling=_LLAVA_SPELLING,
+        unconfirmed=(
+            "text_config.hidden_size",
+            "text_config.intermediate_size",
+            "text_config.num_hidden_layers",
+            "vision_config.hidden_size",
+            "vision_config.image_size",
+            "vision_config.intermediate_size",
+            "vision_config.num_attention_heads",
+            "vision_config.num_hidden_layers",
+            "vision_config.patch_size",
+            "vision_config.vision_use_head",
+        ),
+        parameters=4.30,
     ),
 }

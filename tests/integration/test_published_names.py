@@ -3,9 +3,8 @@
 Names and shapes come from Transformers' own class on the `meta` device, the spelling from the published
 files. Neither `accelerate` nor `device_map` has a part in it.
 
-The configurations were written from the published model cards. Transformers' defaults confirm the ids of
-the placeholders, Qwen2.5-VL's tower but for the widths of its ends, and Qwen3-VL's but for what
-`UNCONFIRMED` lists: no copy of the files was at hand.
+The configurations were written from the published model cards. Transformers' defaults confirm them but for
+what `unconfirmed` lists: no copy of the files was at hand.
 """
 
 from __future__ import annotations
@@ -14,15 +13,17 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+import transformers
+from transformers import AutoConfig
 
 from minivllm.layers.ops_torch import TorchOps
 from minivllm.models import MODELS, load_model, load_model_config
 from minivllm.models.weights import fill
-from tests.integration.published import LLAVA_LINE, SMOLVLM_AND_BLIP2, Published
+from tests.integration.published import GLM_AND_GEMMA3, LLAVA_LINE, SMOLVLM_AND_BLIP2, Published
 
 PUBLISHED: dict[str, Published] = {
     "Qwen2.5-VL-3B": Published(
@@ -166,6 +167,7 @@ PUBLISHED: dict[str, Published] = {
     ),
     **LLAVA_LINE,
     **SMOLVLM_AND_BLIP2,
+    **GLM_AND_GEMMA3,
 }
 
 
@@ -189,7 +191,7 @@ def published_shapes(directory: Path, published: Published) -> dict[str, tuple[i
     """Every tensor the files hold: the class's parameters, tied ones once, spelt as published."""
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
+        model = getattr(transformers, published.config["architectures"][0])(config)
     found = {}
     for name, parameter in model.named_parameters():  # tied ones come once, as embeddings
         for memory, file in published.spelling.items():
@@ -241,17 +243,26 @@ def test_what_the_defaults_do_not_confirm_is_listed(published: tuple[Published, 
         ("", chosen.config),
         *((k, v) for k, v in chosen.config.items() if k.endswith("_config")),
     ):
-        known = defaults[part] if part else {**defaults["text_config"], **defaults}
+        known = defaults[part] if part else {**defaults.get("text_config", {}), **defaults}
         prefix = f"{part}." if part else ""
         for key, value in values.items():
             if key.endswith("_config") or key in _NO_CONSTANTS:
                 continue
-            confirmed = known.get(key, known.get("rope_parameters", {}).get(key, ...))
+            confirmed = known.get(key, _rope(known).get(key, ...))
             if isinstance(confirmed, tuple):
                 confirmed = list(confirmed)
             if confirmed != value:
                 different.add(prefix + key)
     assert different == set(chosen.unconfirmed)
+
+
+def _rope(known: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Defaults of rope under the names that files have for them."""
+    rope: Mapping[str, Any] = known.get("rope_parameters") or {}
+    if "full_attention" not in rope:
+        return rope
+    names = {"rope_theta": "full_attention", "rope_local_base_freq": "sliding_attention"}
+    return {name: rope[layers]["rope_theta"] for name, layers in names.items()}
 
 
 #: Not shapes of the model: how it was trained or stored, and what has another name or form by now.

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from conformance.recipes.build import MECHANICS
-from conformance.recipes.smolvlm import CROP
+from conformance.recipes.smolvlm import CROP, IDEFICS3_CROP
 
-NAME = "tiny-smolvlm"
+NAME, IDEFICS3 = "tiny-smolvlm", "tiny-idefics3"
 
 
 def render(checkpoints: Path, content: Any) -> str:
@@ -32,12 +32,13 @@ def test_only_text_is_parted_from_the_role(checkpoints: Path, content: Any, said
     assert render(checkpoints, content) == f"<|im_start|>User{said}<end_of_utterance>\nAssistant:"
 
 
-def test_the_tower_hands_on_as_many_tokens_as_the_processor_writes() -> None:
-    vision = MECHANICS[NAME].vision
+@pytest.mark.parametrize(("name", "crop", "tokens"), [(NAME, CROP, 4), (IDEFICS3, IDEFICS3_CROP, 9)])
+def test_the_tower_hands_on_as_many_tokens_as_the_processor_writes(name: str, crop: int, tokens: int) -> None:
+    vision = MECHANICS[name].vision
     assert vision is not None
     side = vision.vision_config["image_size"] // vision.vision_config["patch_size"]
-    assert side**2 // vision.config["scale_factor"] ** 2 == vision.processor["image_seq_len"]
-    assert vision.processor["image_processor"]["max_image_size"]["longest_edge"] == CROP
+    assert side**2 // vision.config["scale_factor"] ** 2 == vision.processor["image_seq_len"] == tokens
+    assert vision.processor["image_processor"]["max_image_size"]["longest_edge"] == crop
 
 
 def test_the_names_of_crops_are_single_tokens(checkpoints: Path) -> None:
@@ -46,3 +47,13 @@ def test_the_names_of_crops_are_single_tokens(checkpoints: Path) -> None:
     assert tokenizer.encode("".join(names)) == list(range(446, 455))
     assert tokenizer.image_token == "<image>"
     assert AutoConfig.from_pretrained(checkpoints / NAME).image_token_id == tokenizer.image_token_id == 444
+
+
+def test_idefics3_begins_with_bos_and_has_classes_of_its_own(checkpoints: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints / IDEFICS3)
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|begin_of_text|>User:<image>Hi<end_of_utterance>\nAssistant:"
+    config = AutoConfig.from_pretrained(checkpoints / IDEFICS3)
+    assert (config.model_type, config.architectures) == ("idefics3", ["Idefics3ForConditionalGeneration"])
+    assert config.image_token_id == tokenizer.image_token_id
