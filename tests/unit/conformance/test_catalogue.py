@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from conformance.adapters.fake_model import write_toy_suite
-from conformance.catalogue import lint_suite, passes_of, print_explanation, print_list, tokens_of
+from conformance.catalogue import cost_of, lint_suite, passes_of, print_explanation, print_list, tokens_of
 from conformance.scenario import Scenario, load_scenarios
 from conformance.store import RecordStore
 from conformance.suite import Selection, select
@@ -82,6 +83,14 @@ def test_cost_counts_points_passes_and_tokens(tmp_path: Path) -> None:
     print_list(Console(file=out, width=120), select([scenario], Selection()), cost=True)
     assert out.getvalue().splitlines()[-2].split() == ["toy/one", "smoke", "must", "toy", "2", "20", "300"]
     assert out.getvalue().splitlines()[-1] == "1 scenarios, 2 cases, about 300 tokens to compute"
+
+
+def test_the_cost_of_a_case_is_its_tokens_times_the_weights_it_reads(tmp_path: Path) -> None:
+    cases = select(suite(tmp_path, one=TEXT), Selection())
+    weights = (tmp_path / "golden/checkpoints/toy/model.safetensors").stat().st_size
+    assert [cost_of(case, tmp_path) for case in cases] == [150.0 * weights] * 2
+    gone = replace(cases[0], point={**cases[0].point, "model": "not-here"})
+    assert cost_of(gone, tmp_path) == 0, "it will be skipped"
 
 
 def test_the_list_follows_the_selection(tmp_path: Path) -> None:

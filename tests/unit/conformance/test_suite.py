@@ -22,6 +22,7 @@ from conformance.suite import (
     judge_history,
     run_case,
     select,
+    select_matrix,
 )
 from conformance.verdicts import Verdict
 from conformance.waivers import Waiver
@@ -100,6 +101,27 @@ def test_area_model_and_point_narrow_it_down(scenarios: list[Scenario]) -> None:
     assert labels(scenarios, areas=("b",)) == ["b/usual"]
     assert labels(scenarios, profile="smoke", point={"block_size": "4"}) == ["a/quick[block_size=4]"]
     assert labels(scenarios, profile="smoke", point={"block_size": "4", "model": "toy"})
+
+
+def test_a_matrix_has_every_case_on_each_device_of_each_engine(scenarios: list[Scenario]) -> None:
+    cases = select_matrix(scenarios, Selection(), ["x", "y"], ["cpu", "cuda"])
+    assert len(cases) == 3 * 4
+    assert [case.label for case in cases if case.point.get("block_size") != 1][:4] == [
+        f"a/quick[engine={engine}, device={device}, block_size=4]"
+        for engine in ("x", "y")
+        for device in ("cpu", "cuda")
+    ]
+    assert {case.scenario.id for case in cases[:8]} == {"a/quick"}, "what belongs together stands together"
+    alone = select_matrix(scenarios, Selection(device="cpu"), ["x"])
+    assert [(case.engine, case.device, case.label) for case in alone[-1:]] == [("x", "cpu", "b/usual")]
+
+
+@pytest.mark.parametrize(("engines", "devices"), [(["x", "x"], []), (["x"], ["cpu", "cpu"])])
+def test_nothing_is_twice_in_a_matrix(
+    scenarios: list[Scenario], engines: list[str], devices: list[str]
+) -> None:
+    with pytest.raises(SelectionError, match="named twice: "):
+        select_matrix(scenarios, Selection(), engines, devices)
 
 
 @pytest.mark.parametrize(
