@@ -36,7 +36,7 @@ from minivllm.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.minivllm.media_prompts import Placed, picture, place, prompt_logits
 
 CHECKPOINTS = data_root() / "golden" / "checkpoints"
-SMOLVLM, BLIP2 = "tiny-smolvlm", "tiny-blip2"
+SMOLVLM, IDEFICS3, BLIP2 = "tiny-smolvlm", "tiny-idefics3", "tiny-blip2"
 #: tiny-smolvlm with positions for pictures of 84 × 84, over which the crops of 56 × 56 spread.
 SPREAD = "tiny-smolvlm-spread"
 MAX_TOKENS = 12
@@ -392,21 +392,21 @@ def gelu_in_the_decoder(name: str, patch: pytest.MonkeyPatch) -> None:
 #: prompts together, whether the prompt's ids change.
 ONE_EACH, EVERY, TWO = ("wide", "flat"), tuple(PROMPTS), ("two",)
 FAULTS: dict[Fault, tuple[tuple[str, ...], tuple[str, ...], int, int, bool]] = {
-    blocks_in_columns: ((SMOLVLM,), EVERY, 10_000, 10, False),
-    neighbours_in_columns: ((SMOLVLM,), EVERY, 10_000, 10, False),
+    blocks_in_columns: ((SMOLVLM, IDEFICS3), EVERY, 10_000, 10, False),
+    neighbours_in_columns: ((SMOLVLM, IDEFICS3), EVERY, 10_000, 10, False),
     four_patches_of_a_line: ((SMOLVLM,), EVERY, 10_000, 10, False),
     positions_counted: ((SPREAD,), EVERY, 10_000, 10, False),
     positions_in_rows_of_the_crop: ((SPREAD,), EVERY, 10_000, 10, False),
-    no_last_norm: ((SMOLVLM, BLIP2), EVERY, 10_000, 10, False),
-    another_activation: ((SMOLVLM, BLIP2), EVERY, 1_000, 0, False),
+    no_last_norm: ((SMOLVLM, IDEFICS3, BLIP2), EVERY, 10_000, 10, False),
+    another_activation: ((SMOLVLM, IDEFICS3, BLIP2), EVERY, 1_000, 0, False),
     whole_picture_first: ((SMOLVLM,), EVERY, 10_000, 10, False),
     every_run_starts_at_row_0: ((SMOLVLM,), EVERY, 10_000, 10, False),
-    crops_of_zeros_kept: ((SMOLVLM,), TWO, 10_000, 5, False),
-    pictures_swapped: ((SMOLVLM, BLIP2), TWO, 10_000, 1, False),
+    crops_of_zeros_kept: ((SMOLVLM, IDEFICS3), TWO, 10_000, 5, False),
+    pictures_swapped: ((SMOLVLM, IDEFICS3, BLIP2), TWO, 10_000, 1, False),
     resized_in_one_step: ((SMOLVLM,), EVERY, 10_000, 10, False),
-    rows_and_columns_swapped: ((SMOLVLM,), EVERY, 10_000, 10, True),
-    no_names_of_crops: ((SMOLVLM,), EVERY, 10_000, 10, True),
-    no_line_ends: ((SMOLVLM,), EVERY, 10_000, 10, True),
+    rows_and_columns_swapped: ((SMOLVLM, IDEFICS3), EVERY, 10_000, 10, True),
+    no_names_of_crops: ((SMOLVLM, IDEFICS3), EVERY, 10_000, 10, True),
+    no_line_ends: ((SMOLVLM, IDEFICS3), EVERY, 10_000, 10, True),
     looks_in_the_first_layer_only: ((BLIP2,), EVERY, 10_000, 10, False),
     looks_before_it_mixes: ((BLIP2,), EVERY, 10_000, 10, False),
     norm_before_the_residual: ((BLIP2,), EVERY, 10_000, 10, False),
@@ -419,7 +419,7 @@ FAULTS: dict[Fault, tuple[tuple[str, ...], tuple[str, ...], int, int, bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", [SMOLVLM, SPREAD, BLIP2])
+@pytest.mark.parametrize("name", [SMOLVLM, SPREAD, IDEFICS3, BLIP2])
 def test_the_healthy_model_is_that_of_transformers(name: str) -> None:
     assert 0 < rounding(name) < 2e-3
 
