@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import conformance
 from conformance import EDITION
 from conformance.adapters.fake_model import write_toy_suite
 from conformance.cli import main
+from conformance.distribute.calls import identity_of
 
 pytest.importorskip("ray", reason="Ray is not installed; nox -s ray installs it")
 if [name for _, name in socket.if_nameindex()] != ["lo"]:
@@ -78,8 +79,9 @@ def cluster(marks: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def run(cluster: Any, marks: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """run(arguments…) → exit status, stdout, stderr; told again, for `-rP`."""
+def run(cluster: Any, marks: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """run(arguments…) → exit status, stdout, stderr; told again in the end, for `-rP`."""
+    told = []
     for mark in marks.iterdir():
         mark.unlink()
 
@@ -90,10 +92,11 @@ def run(cluster: Any, marks: Path, capsys: pytest.CaptureFixture[str]) -> Run:
         status = main(words)
         out, err = capsys.readouterr()
         shown = " ".join(words).replace(f"{marks.parent}/", "")
-        print(f"$ conformance {shown}\n{out}{err}exit status {status}\n")
+        told.append(f"$ conformance {shown}\n{out}{err}exit status {status}\n")
         return status, out, err
 
-    return command
+    yield command
+    print(re.sub(r"\x1b\[\d+m", "", "\n".join(told)))
 
 
 def verdicts(report: Path) -> dict[str, str]:
@@ -179,25 +182,13 @@ def test_an_engine_that_is_not_on_a_node_is_an_error(run: Run, toy: Path) -> Non
 
 
 def test_another_suite_on_a_node_is_an_error_that_names_both(
-    cluster: Any, run: Run, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, toy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node with an older suite gets no case; nor does one whose goldens are others."""
-    source = Path(conformance.__file__).parent
-    older = tmp_path / "older"
-    shutil.copytree(source, older / "conformance", ignore=shutil.ignore_patterns("_data", "__pycache__"))
-    init = older / "conformance" / "__init__.py"
-    text = init.read_text(encoding="utf-8")
-    assert f'EDITION = "{EDITION}"' in text
-    init.write_text(text.replace(f'EDITION = "{EDITION}"', 'EDITION = "0.0.9"'), encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(older), os.environ["PYTHONPATH"]]))
-    node = cluster.add_node(num_cpus=1, resources={"older": 1})
-    try:
-        status, out, err = run("--engine", TOY, "--ray-resource", f"{TOY}=older", "--data", toy)
-    finally:
-        cluster.remove_node(node)
+    newer = replace(identity_of(toy), edition="99.0.0")
+    monkeypatch.setattr("conformance.distribute.cluster.identity_of", lambda _: newer)
+    status, out, err = run("--engine", TOY, "--data", toy)
     assert (status, out) == (2, "")
-    assert "has suite 0.0.9 with data" in err
-    assert f"this machine has suite {EDITION} with data" in err
+    assert err.count(f" has suite {EDITION} with data {newer.data[:12]}, this machine has suite 99.0.0") == 2
 
 
 def test_a_cluster_that_is_not_there_is_an_error(run: Run, toy: Path) -> None:
