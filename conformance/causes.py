@@ -112,6 +112,8 @@ CAUSES: Mapping[str, tuple[Cause, ...]] = {
             f"{_VLLM}/pull/51890",
         ),
         Cause("stop ids masked or left unmasked (min_tokens)", f"{_VLLM}/pull/5849"),
+        Cause("end ids of generation_config that are not heeded", f"{_VLLM}/pull/4182"),
+        Cause("log-probabilities normalised over the likeliest ids only"),
     ),
 }
 

@@ -111,10 +111,20 @@ def _run(case: Case, spec: CheckSpec) -> list[Finding]:
     problems = lint(spec.name, spec.args)
     if problems:
         raise CheckInputError("; ".join(problems))
+    if _never_began(case):
+        return [Finding(Verdict.SKIP, spec.name, None, "the engine failed before it took any request")]
     findings = CHECKS[spec.name].judge(case, spec.args)
     if not findings:
         raise CheckInputError("the check found nothing to judge")
     return findings
+
+
+def _never_began(case: Case) -> bool:
+    """Whether the engine failed where no failure is expected, as while loading: that is one FAIL, of the
+    history, and nothing is left to judge."""
+    free = case.history.find("free")
+    failed = free is not None and free.error is not None and not free.requests
+    return failed and "engine" not in case.error_expected()
 
 
 def _guarded(name: str, run: Callable[[], list[Finding]]) -> Iterator[Finding]:

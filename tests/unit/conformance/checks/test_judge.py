@@ -79,6 +79,15 @@ def test_a_failed_engine_is_not_also_blamed_for_what_it_never_answered() -> None
     assert found.verdict is Verdict.PASS
 
 
+def test_an_engine_that_cannot_load_fails_once_and_is_no_error_of_the_judge() -> None:
+    free = make_pass("free", [], error=EngineError("NotImplementedError", "rope kind linear"))
+    found = judged(make_history([free]), TOKENS, POOL)
+    assert [finding.verdict for finding in found.findings] == [Verdict.FAIL, Verdict.SKIP, Verdict.SKIP]
+    assert "rope kind linear" in found.findings[0].message
+    assert "before it took any request" in found.findings[1].message
+    assert found.verdict is Verdict.FAIL
+
+
 def test_a_submitted_request_must_be_in_the_pass() -> None:
     h = history(operations=(Operation("submit", ["red", "blue"]),))
     found = judged(h, POOL)
