@@ -47,7 +47,12 @@ class LLMEngine:
     # ---- the loop -----------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Plan, run and commit one forward pass; returns the outputs that changed."""
+        """Plan, run and commit one forward pass; returns the outputs that changed.
+
+        Whatever ends a step before its commit (an interrupt, memory that ran out) loses nothing: call
+        `step` again. An interrupt in the bookkeeping after it, while tokens are appended and turned
+        into text, is not made good: outputs may lack them. Abort the live requests then.
+        """
         plan = self._scheduler.plan()
         if plan is None:
             if self._scheduler.has_unfinished():

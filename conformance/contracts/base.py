@@ -250,6 +250,9 @@ class EngineCapabilities:
         abort_inside_step: also between `plan` and `commit`.
         preempt: has `preempt(rid) -> bool`, outside of and inside steps.
         fail: `commit` takes `failed={rid: message}`; such a request ends with "error".
+        break_off: has `break_off(done)`, called instead of `commit`: the step ended early. Of its
+            moves, the first `done` of the three lists were carried out, perhaps also a part of the
+            next one; no row counts, and the embeddings of all images are gone.
         ship: has `ship()`: the plan goes to a worker and back (pickle), rows come from the copy.
         swap: understands `EngineShape.num_host_blocks` and has `num_host_free`.
         encoder: takes spans, honours `EngineShape.encoder_budget`, and its plans say which images
@@ -279,6 +282,7 @@ class EngineCapabilities:
     abort_inside_step: bool = False
     preempt: bool = False
     fail: bool = False
+    break_off: bool = False
     ship: bool = False
     swap: bool = False
     publishes_swapped: bool = False

@@ -22,7 +22,7 @@ from conformance.contracts.base import (
     Span,
     Tags,
 )
-from minivllm.cache import BlockManager
+from minivllm.cache import BlockManager, PendingCopies
 from minivllm.errors import CapacityError, PromptTooLong
 from minivllm.request import (
     BlockCopy,
@@ -173,6 +173,7 @@ class MiniVLLMEngine:
         abort_inside_step=True,
         preempt=True,
         fail=True,
+        break_off=True,
         ship=True,
         swap=True,
         publishes_swapped=True,
@@ -256,6 +257,11 @@ class MiniVLLMEngine:
         samples = {rid: SampledToken(token, token) for rid, token in sampled.items()}
         changed = self._scheduler.commit(self._plan, StepResult(samples, failures=failed or {}))
         self._requests.update((request.request_id, request) for request in changed)
+
+    def break_off(self, done: int) -> None:
+        assert self._plan is not None
+        lists = (self._plan.swap_out, self._plan.swap_in, self._plan.copies)
+        self._scheduler.break_off(PendingCopies(*lists[:done]))
 
     def output(self, rid: str) -> Sequence[int]:
         return self._requests[rid].output_token_ids

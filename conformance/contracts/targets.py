@@ -29,6 +29,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "abort": ("abort",),
     "abort_inside_step": ("abort",),
     "preempt": ("preempt",),
+    "break_off": ("break_off",),
     "ship": ("ship",),
     "pool": ("num_free",),
     "unused": ("unused_slots",),

@@ -13,6 +13,7 @@ from minivllm import scheduler as scheduler_module
 from minivllm.attention import base as attention_base
 from minivllm.attention import kv_cache
 from minivllm.attention.dense import DenseBackend
+from minivllm.cache import EncoderCache, PendingCopies
 from minivllm.errors import CapacityError, PromptTooLong
 from minivllm.runner import ModelRunner
 from minivllm.sampling import sampler as sampler_module
@@ -141,6 +142,61 @@ def _budget_exceeded(seam: Seam) -> None:
         genuine(self, scheduled, 10**6 if budget > 0 else budget)
 
     genuine = seam.set(Scheduler, "_plan_waiting", plan_waiting)
+
+
+# --- a step that breaks off ----------------------------------------------------------------------
+
+
+@SCHEDULING.add(
+    "broken-step-copies-again",
+    "fuzz:engine",
+    origin="first principles: what a swap-out reads may be overwritten by the time it is repeated",
+    at="Scheduler.break_off: copies that were made",
+    detector="fuzz",
+)
+def _copies_again(seam: Seam) -> None:
+    """After a step that breaks off, the copies it had made are made once more."""
+
+    def break_off(self: Scheduler, carried_out: PendingCopies) -> None:
+        seam.fire(carried_out != PendingCopies())
+        genuine(self, PendingCopies())
+
+    genuine = seam.set(Scheduler, "break_off", break_off)
+
+
+@SCHEDULING.add(
+    "broken-step-keeps-what-copies-held",
+    "fuzz:engine",
+    origin="first principles: what a copy held is given back where a step is committed, and nowhere else",
+    at="Scheduler.break_off: pins and host blocks",
+    detector="fuzz",
+)
+def _keeps_pins(seam: Seam) -> None:
+    """What the copies of a broken step held, pins and host blocks, is never given back."""
+
+    def break_off(self: Scheduler, carried_out: PendingCopies) -> None:
+        host_blocks, sources = self.block_manager._transfers.done(carried_out)
+        seam.fire([*host_blocks, *sources])
+        genuine(self, PendingCopies())
+
+    genuine = seam.set(Scheduler, "break_off", break_off)
+
+
+@SCHEDULING.add(
+    "broken-step-keeps-pictures",
+    "fuzz:engine",
+    origin="first principles: the runner forgets all media when a step breaks off, the scheduler does not",
+    at="EncoderCache.forget: what is held",
+    detector="fuzz",
+)
+def _keeps_pictures(seam: Seam) -> None:
+    """After a step that breaks off, pictures that are gone are taken for held."""
+
+    def forget(self: EncoderCache) -> None:
+        seam.fire(self.held)
+        self.begin()
+
+    seam.set(EncoderCache, "forget", forget)
 
 
 # --- packing a batch -----------------------------------------------------------------------------

@@ -73,6 +73,7 @@ def _engine(can: EngineCapabilities) -> dict[str, bool]:
         "preempted inside a step": can.preempt,
         "failed": can.fail,
         "planned again": can.replan,
+        "broken steps": can.break_off,
         "plan shipped": can.ship,
         "reset": can.reset,
         "forked": "n" in can.options,

@@ -17,7 +17,8 @@ from conformance.fuzz.allocator_driver import allocator_operations, allocator_se
 from conformance.fuzz.allocator_world import AllocatorSetup, AllocatorWorld
 from conformance.fuzz.chance import Chance
 from conformance.fuzz.engine_driver import engine_operations, engine_setup
-from conformance.fuzz.engine_world import EngineSetup, EngineWorld
+from conformance.fuzz.engine_jobs import EngineSetup
+from conformance.fuzz.engine_world import EngineWorld
 from conformance.fuzz.laws import LawBroken, broken
 from conformance.fuzz.operations import Operation
 

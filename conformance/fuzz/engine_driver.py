@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from conformance.contracts.base import EngineCapabilities
+from conformance.contracts.base import EngineCapabilities, Moves
 from conformance.fuzz.chance import Chance
-from conformance.fuzz.engine_world import EngineSetup, EngineWorld, why_rejected
-from conformance.fuzz.operations import Abort, Add, Commit, Operation, PlanStep, Preempt, Reset, SpanFields
+from conformance.fuzz.engine_jobs import EngineSetup, why_rejected
+from conformance.fuzz.engine_world import EngineWorld
+from conformance.fuzz.operations import (
+    Abort,
+    Add,
+    BreakOff,
+    Commit,
+    Operation,
+    PlanStep,
+    Preempt,
+    Reset,
+    SpanFields,
+)
 
 __all__ = ["engine_operations", "engine_setup"]
 
@@ -46,6 +57,7 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
     # As for an allocator, each example dwells on few things that disturb it.
     kinds = ["abort"] + ["preempt"] * (chance.pick((0, 1, 4)) if can.preempt else 0)
     calm = chance.pick((2, 4, 8))
+    brittle = chance.pick((3, 12, 48)) if can.break_off else 1
 
     def prompt() -> tuple[int, ...]:
         kind = chance.below(8)
@@ -124,6 +136,10 @@ def engine_operations(world: EngineWorld, chance: Chance) -> Iterator[Operation]
             yield PlanStep()
         if chance.one_in(calm):
             yield from disturb()  # inside the step
+        moving = world.planned is not None and world.planned.moves != Moves()
+        if can.break_off and chance.one_in(3 if moving else brittle):
+            yield BreakOff(chance.below(5), chance.below(4))
+            continue
         rows = world.rows()
         fail = chance.pick(rows).name if can.fail and rows and chance.one_in(24) else None
         yield Commit(fail)

@@ -12,7 +12,7 @@ from zlib import crc32
 from conformance.contracts.base import Copy, Moves, Tags
 from conformance.fuzz.laws import broken
 
-__all__ = ["KVMemory", "ListMemory", "Story", "move"]
+__all__ = ["KVMemory", "ListMemory", "Story", "move", "move_some"]
 
 _MASK = (1 << 61) - 1
 _MULTIPLIER = 6364136223846793005
@@ -126,12 +126,29 @@ def move(memory: KVMemory, moves: Moves) -> None:
     Raises:
         LawBroken: the result would depend on the order inside one list.
     """
-    for name, copies in (("swap_out", moves.swap_out), ("swap_in", moves.swap_in), ("copies", moves.copies)):
-        if not copies:
+    move_some(memory, moves, None)
+
+
+def move_some(memory: KVMemory, moves: Moves, most: int | None) -> int:
+    """Carry out the first `most` copies alone (None: all). Returns how many of the three lists are done.
+
+    Raises:
+        LawBroken: as for `move`.
+    """
+    left = most
+    lists = (("swap_out", moves.swap_out), ("swap_in", moves.swap_in), ("copies", moves.copies))
+    for done, (name, whole) in enumerate(lists):
+        if not whole:
             continue
+        copies = whole[:left]
         targets = {c.target for c in copies}
         if len(targets) != len(copies):
             broken("copies", f"{name} writes a block twice: {copies}")
         if name == "copies" and not targets.isdisjoint(c.source for c in copies):
             broken("copies", f"a source is also a target: {copies}")
         getattr(memory, {"copies": "copy"}.get(name, name))(copies)
+        if len(copies) < len(whole):
+            return done
+        if left is not None:
+            left -= len(copies)
+    return len(lists)

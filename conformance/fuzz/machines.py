@@ -18,10 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from conformance.contracts.targets import Target
 from conformance.fuzz.allocator_world import AllocatorWorld, Holder
-from conformance.fuzz.engine_world import EngineWorld, Job, why_rejected
+from conformance.fuzz.engine_jobs import Job, why_rejected
+from conformance.fuzz.engine_world import EngineWorld
 from conformance.fuzz.operations import (
     Abort,
     Add,
+    BreakOff,
     Commit,
     Fork,
     Grant,
@@ -232,8 +234,12 @@ class EngineMachine(_Machine):
             self.do(PlanStep(ship))
 
     @precondition(lambda self: not self._outside())
-    @rule(failing=st.none() | _INDEX)
-    def commit(self, failing: int | None) -> None:
+    @rule(failing=st.none() | _INDEX, broken=st.sampled_from([*[None] * 10, 0, 1, 2, 4]))
+    def commit(self, failing: int | None, broken: int | None) -> None:
+        """The end of a step, which now and then is not committed but breaks off."""
+        if self.target.can.break_off and broken is not None:
+            self.do(BreakOff(broken, rows=failing or 0))
+            return
         can = self.target.can.fail and failing is not None
         self.do(Commit(_pick(self.world.rows(), failing or 0).name if can else None))
 

@@ -72,3 +72,7 @@ class MediaLedger:
         """The judged plan was carried out."""
         self._ever |= self._planned
         self._held = self._planned
+
+    def forget(self) -> None:
+        """A step broke off: nothing is held any more."""
+        self._held = set()

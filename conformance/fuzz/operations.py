@@ -14,6 +14,7 @@ __all__ = [
     "ENGINE_OPERATIONS",
     "Abort",
     "Add",
+    "BreakOff",
     "Commit",
     "Fork",
     "Grant",
@@ -137,6 +138,14 @@ class Commit(NamedTuple):
     fail: str | None = None
 
 
+class BreakOff(NamedTuple):
+    """The planned step ends early (an interrupt, memory that ran out) and is not committed: after its
+    first `copies` block copies; if those were all, after the KV of its first `rows` rows too."""
+
+    copies: int
+    rows: int = 0
+
+
 class Abort(NamedTuple):
     """The owner of a request cancels it."""
 
@@ -158,11 +167,12 @@ Operation: TypeAlias = (
     | Add
     | PlanStep
     | Commit
+    | BreakOff
     | Abort
 )
 
 _ALLOCATOR = (Grant, Resume, More, Run, Release, Preempt, Fork, SwapOut, SwapIn, Probe, Reset)
-_ENGINE = (Add, PlanStep, Commit, Abort, Preempt, Reset)
+_ENGINE = (Add, PlanStep, Commit, BreakOff, Abort, Preempt, Reset)
 
 
 def _name(kind: type[Any]) -> str:

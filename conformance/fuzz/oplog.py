@@ -9,7 +9,7 @@ from typing import Any
 
 from conformance.fuzz.allocator_world import AllocatorSetup
 from conformance.fuzz.driver import Failure, Setup
-from conformance.fuzz.engine_world import EngineSetup
+from conformance.fuzz.engine_jobs import EngineSetup
 from conformance.fuzz.operations import from_plain, to_plain
 
 __all__ = ["LogError", "file_stem", "load_log", "save_log"]

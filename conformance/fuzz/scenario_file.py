@@ -2,8 +2,8 @@
 
 The fake KV becomes a model's, and the tokens the log's model would sample become forced ones, so
 every request keeps its length and the schedule stays the same. What a scenario's steps cannot say
-(anything inside a step, a failing computation, forks, images) is not written at all: a scenario
-that leaves out the cause would prove nothing.
+(anything inside a step, a failing computation, a step that breaks off, forks, images) is not written
+at all: a scenario that leaves out the cause would prove nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import yaml
 
 from conformance.contracts.base import Span, Tags
 from conformance.fuzz.driver import Failure
-from conformance.fuzz.engine_world import EOS, EngineSetup, Job, why_rejected
+from conformance.fuzz.engine_jobs import EOS, EngineSetup, Job, why_rejected
 from conformance.fuzz.kv import Story
-from conformance.fuzz.operations import Abort, Add, Commit, Operation, PlanStep, Preempt, Reset
+from conformance.fuzz.operations import Abort, Add, BreakOff, Commit, Operation, PlanStep, Preempt, Reset
 from conformance.paths import data_root
 
 __all__ = ["NotAScenario", "as_scenario"]
@@ -109,6 +109,8 @@ def _steps(operations: tuple[Operation, ...], reasons: dict[str, str]) -> Iterat
                 inside = False
             case Commit():
                 raise NotAScenario("a computation fails")
+            case BreakOff():
+                raise NotAScenario("a step breaks off")
             case Add(request=name):
                 yield {"expect_error": {name: "any"}} if reasons[name] == "refused" else {"submit": [name]}
             case Abort(request=name) if not inside:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from conformance.contracts.base import AllocatorCapabilities, EngineCapabilities
 from conformance.fuzz.allocator_world import AllocatorSetup
-from conformance.fuzz.engine_world import EngineSetup
+from conformance.fuzz.engine_jobs import EngineSetup
 from conformance.fuzz.operations import SpanFields
 from conformance.fuzz.workload import ACTIONS, Job, Workload
 

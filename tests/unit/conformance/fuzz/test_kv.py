@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conformance.contracts.base import Copy, Moves, Span, Tags
-from conformance.fuzz.kv import ListMemory, Story, move
+from conformance.fuzz.kv import ListMemory, Story, move, move_some
 from conformance.fuzz.laws import LawBroken
 
 
@@ -54,6 +54,27 @@ def test_moves_go_out_then_in_then_across() -> None:
     memory.write([1, 2], [10, 20])
     move(memory, Moves(swap_out=(Copy(1, 0),), swap_in=(Copy(0, 2),), copies=(Copy(2, 3),)))
     assert memory.read([1, 2, 3]) == [10, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("most", "done", "found"),
+    [
+        (0, 0, [10, 20, 30, 40]),
+        (1, 0, [10, 20, 30, 40]),
+        (2, 1, [10, 20, 30, 40]),
+        (3, 2, [10, 20, 10, 40]),
+        (4, 3, [10, 20, 10, 10]),
+        (9, 3, [10, 20, 10, 10]),
+    ],
+)
+def test_only_the_first_copies_are_made_and_whole_lists_counted(
+    most: int, done: int, found: list[int]
+) -> None:
+    memory = ListMemory(1)
+    memory.write([1, 2, 3, 4], [10, 20, 30, 40])
+    moves = Moves(swap_out=(Copy(1, 0), Copy(2, 1)), swap_in=(Copy(0, 3),), copies=(Copy(3, 4),))
+    assert move_some(memory, moves, most) == done
+    assert memory.read([1, 2, 3, 4]) == found
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,16 @@ def test_a_plan_that_was_given_up_counts_for_nothing() -> None:
     step(media, ["a3"], [], ([A], 0, 4))
 
 
+def test_after_a_step_that_broke_off_everything_is_encoded_anew() -> None:
+    media = ledger()
+    step(media, ["a3"], [], ([A], 0, 4))
+    media.judge([], [], [([A], 1, 2)])
+    media.forget()
+    with pytest.raises(LawBroken, match="neither held nor encoded"):
+        media.judge([], [], [([A], 1, 2)])
+    step(media, ["a3"], [], ([A], 1, 2))
+
+
 @pytest.mark.parametrize(
     ("encode", "evict", "chunks", "message"),
     [

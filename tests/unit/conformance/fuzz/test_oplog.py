@@ -10,7 +10,7 @@ import pytest
 
 from conformance.fuzz.allocator_world import AllocatorSetup
 from conformance.fuzz.driver import Failure
-from conformance.fuzz.engine_world import EngineSetup
+from conformance.fuzz.engine_jobs import EngineSetup
 from conformance.fuzz.operations import (
     ALLOCATOR_OPERATIONS,
     ENGINE_OPERATIONS,

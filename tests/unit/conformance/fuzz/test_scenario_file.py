@@ -13,8 +13,8 @@ from conformance.checks import judge
 from conformance.contracts import find_target
 from conformance.fuzz.allocator_world import AllocatorSetup
 from conformance.fuzz.driver import Failure, Fuzzer
-from conformance.fuzz.engine_world import EngineSetup
-from conformance.fuzz.operations import Abort, Add, Commit, Operation, PlanStep, Preempt, Reset
+from conformance.fuzz.engine_jobs import EngineSetup
+from conformance.fuzz.operations import Abort, Add, BreakOff, Commit, Operation, PlanStep, Preempt, Reset
 from conformance.fuzz.scenario_file import NotAScenario, as_scenario
 from conformance.fuzz.shrink import shrink
 from conformance.models import resolve_model
@@ -90,6 +90,7 @@ def test_a_request_that_is_too_long_must_be_refused(tmp_path: Path) -> None:
         ((Add("r0", (1,), 3), PlanStep(), Abort("r0"), Commit()), "abort happens inside a step"),
         ((Add("r0", (1,), 3), PlanStep(), PlanStep(), Commit()), "plans a step twice"),
         ((Add("r0", (1,), 3), PlanStep(), Commit(fail="r0")), "a computation fails"),
+        ((Add("r0", (1,), 3), PlanStep(), BreakOff(0)), "a step breaks off"),
     ],
 )
 def test_what_no_step_can_say_is_not_written(operations: tuple[Operation, ...], words: str) -> None:
