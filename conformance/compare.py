@@ -179,7 +179,7 @@ def _remarks(old: Sequence[Report], new: Sequence[Report]) -> list[str]:
 
 
 def read_side(path: Path, *, other_editions: bool = False) -> list[Report]:
-    """A report, or every report of a directory, one per engine.
+    """A report, or every report of a directory: one per engine, and per device of an engine.
 
     Raises:
         ReportError: a file is no report, the directory holds none, or two of one engine.
@@ -187,8 +187,9 @@ def read_side(path: Path, *, other_editions: bool = False) -> list[Report]:
     paths = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not paths:
         raise ReportError(f"{path}: no reports here; conformance run --json FILE writes one")
-    reports = [read_report(one, other_editions=other_editions) for one in paths]
-    names = Counter(report.engine_name for report in reports)
+    read = [read_report(one, other_editions=other_editions) for one in paths]
+    reports = [part for report in read for part in report.by_engine()]
+    names = Counter(report.engine_name + (f" on {d}" if (d := report.device) else "") for report in reports)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
         raise ReportError(f"{path}: {names[twice[0]]} reports of {twice[0]}; keep one per engine")

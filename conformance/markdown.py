@@ -161,6 +161,9 @@ def _power(report: Report) -> Iterator[str]:
     yield f"- {_text(report.power)}"
     if report.seeded_faults is not None:
         yield f"- {_text(report.seeded_faults)}"
+    for one in report.engines if report.seeded_faults is None else ():
+        if one.seeded_faults is not None:
+            yield f"- {_text(f'{one} on {one.device}')}: {_text(one.seeded_faults)}"
 
 
 def _named(title: str, cases: Sequence[SavedCase]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from conformance.distribute.run import Declared
 from conformance.power import KINDS, seeded_power
 from conformance.suite import Outcome
 from conformance.triage import as_lines
-from conformance.verdicts import Finding, Verdict
+from conformance.verdicts import Finding, Power, Verdict
 from conformance.waivers import Waiver
 
 __all__ = ["as_json", "as_junit", "nothing_judged", "print_case", "print_summary", "run_fails"]
@@ -122,7 +122,11 @@ def print_summary(
 
 def power_line(outcomes: Sequence[Outcome]) -> str:
     """What the run could have seen: kinds of fault by the number of cases that would show them."""
-    judged = [o.judgement.power for o in outcomes if o.verdict is not Verdict.SKIP]
+    return power_words([o.judgement.power for o in outcomes if o.verdict is not Verdict.SKIP])
+
+
+def power_words(judged: Sequence[Power]) -> str:
+    """The same from the power of every case that was judged."""
     kinds = Counter(kind for power in judged for kind in power.kinds)
     positions = sum(power.judged for power in judged)
     shown = ", ".join(f"{kind} in {count}" for kind, count in kinds.most_common()) or "nothing"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from conformance import EDITION, REPORT_SCHEMA
 from conformance.digest import Digest
+from conformance.report import power_words
 from conformance.verdicts import Finding, Power, Verdict
 
 __all__ = [
@@ -81,6 +82,7 @@ class SavedCase:
         label: the scenario's id and those values of the point that tell it from the others.
         reproduce: one command that shows the failure again, if it failed.
         digest: an extract of what happened; None if nothing ran.
+        engine: as it was asked for; None where saved histories were judged.
     """
 
     scenario: str
@@ -97,6 +99,7 @@ class SavedCase:
     power: Power
     findings: tuple[Finding, ...]
     digest: Digest | None
+    engine: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class Report:
         engine: None where several engines were judged.
         engines: every one, as it was asked for, and where; its name and version, if it told them.
         power, seeded_faults: what the run could have seen, in words.
+        device: set in a part of a run (`by_engine`) whose engine ran on several devices.
     """
 
     schema: int
@@ -120,18 +124,62 @@ class Report:
     power: str
     seeded_faults: str | None
     engines: tuple[JudgedEngine, ...] = ()
+    device: str | None = None
 
     @property
     def title(self) -> str:
         """The engine and its version, or those of several, for headings."""
         if self.engine is not None:
-            return str(self.engine)
+            return str(self.engine) if self.device is None else f"{self.engine} on {self.device}"
         return ", ".join(dict.fromkeys(map(str, self.engines))) or "saved histories"
 
     @property
     def engine_name(self) -> str:
         """The engine without its version, to match runs by."""
         return "saved histories" if self.engine is None else self.engine.name
+
+    def by_engine(self) -> list[Report]:
+        """The run as one report per engine and device; itself if it has one.
+
+        Stale waivers are the run's as a whole: they stay with its first part.
+        """
+        if len(self.engines) < 2:
+            return [self]
+        return [self._part(one, i == 0) for i, one in enumerate(self.engines)]
+
+    def _part(self, one: JudgedEngine, first: bool) -> Report:
+        cases = tuple(
+            case
+            for case in self.cases
+            if (case.engine, str(case.point.get("device", "auto"))) == (one.asked_for, one.device)
+        )
+        namesakes = {other.asked_for for other in self.engines if other.name == one.name}
+        name = one.name if one.name is not None and len(namesakes) == 1 else one.asked_for
+        devices = {other.device for other in self.engines if other.asked_for == one.asked_for}
+        return replace(
+            self,
+            failed=all(case.verdict is Verdict.SKIP for case in cases)
+            or (self.failed and self._fails(cases)),
+            engine=EngineName(name, one.version or "of unknown version"),
+            engines=(one,),
+            device=one.device if len(devices) > 1 else None,
+            cases=cases,
+            stale_waivers=self.stale_waivers if first else (),
+            power=power_words([case.power for case in cases if case.verdict is not Verdict.SKIP]),
+            seeded_faults=one.seeded_faults,
+        )
+
+    def _fails(self, cases: Sequence[SavedCase]) -> bool:
+        """Whether these cases make the run fail. A failed `should` does where nothing else explains it."""
+        if any(map(_must, cases)):
+            return True
+        explained = bool(self.stale_waivers) or any(map(_must, self.cases))
+        return not explained and any(case.verdict.fails_run for case in cases)
+
+
+def _must(case: SavedCase) -> bool:
+    """Whether a case fails a run that takes a failed `should` for a wish."""
+    return case.verdict.fails_run and not (case.level == "should" and case.verdict is Verdict.FAIL)
 
 
 _REPORT = TypeAdapter(Report)

@@ -144,8 +144,8 @@ class _Row:
 
 
 def render(reports: Sequence[Report]) -> str:
-    """The page of at least one report; several stand side by side, a column each."""
-    runs = _named(reports)
+    """The page of at least one report; several stand side by side, a column for each engine."""
+    runs = _named([part for report in reports for part in report.by_engine()])
     areas = _areas(runs)
     shown = [case for rows in areas.values() for row in rows for case in row.cases]
     failed = [one for one in shown if one.case.verdict.fails_run]
