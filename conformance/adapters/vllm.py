@@ -175,7 +175,7 @@ class VLLMAdapter:
             if "VLLMClientError" in kinds:  # vLLM's own kind of ValueError
                 return EngineError("ValueError", str(error))
             # What it lets through while it prepares a request, which costs that request alone.
-            for name in ("DecompressionBombError", "AssertionError"):
+            for name in ("DecompressionBombError", "AssertionError", "MultiModalCacheMissError"):
                 if name in kinds:
                     return EngineError(name, str(error))
             raise

@@ -139,6 +139,10 @@ class VLLMClientError(Exception):
     """As vLLM calls the base of its refusals."""
 
 
+class MultiModalCacheMissError(RuntimeError):
+    """As vLLM calls it."""
+
+
 class TheirOwnError(ValueError):
     pass
 
@@ -157,7 +161,7 @@ def test_a_failure_is_no_refusal(source: ModelSource) -> None:
         failing(source, RuntimeError).submit(EngineRequest("r", {"temperature": 0.0}, (1,)))
 
 
-@pytest.mark.parametrize("kind", [Image.DecompressionBombError, AssertionError])
+@pytest.mark.parametrize("kind", [Image.DecompressionBombError, AssertionError, MultiModalCacheMissError])
 def test_what_it_lets_through_while_preparing_costs_the_request_alone(
     source: ModelSource, kind: type[Exception]
 ) -> None:
