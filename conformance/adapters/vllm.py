@@ -308,14 +308,10 @@ class VLLMAdapter:
             raise NotImplementedError("this adapter hands over pictures only")
         settings = dict(request.mm_processor_kwargs)
         if request.forced_token_ids is not None:
-            if request.prompt_token_ids is None or request.media:
-                raise NotImplementedError("forced ids need a prompt of ids without pictures")
+            if request.prompt_token_ids is None:
+                raise NotImplementedError("forced ids need the ids of the prompt")
             prompt, sampling = forced_prompt(request)
-            return str(
-                self._llm.enqueue([{"prompt_token_ids": prompt}], SamplingParams(**sampling), use_tqdm=False)[
-                    0
-                ]
-            )
+            return self._add_forced(request, prompt, SamplingParams(**sampling))
         params = SamplingParams(**sampling)
         if request.chat is not None and (request.media or request.prompt_token_ids is None):
             return self._add_chat(request, params)
@@ -331,6 +327,20 @@ class VLLMAdapter:
         if request.cache_salt is not None:
             prompt_dict["cache_salt"] = request.cache_salt
         return str(self._llm.enqueue([prompt_dict], params, use_tqdm=False)[0])
+
+    def _add_forced(self, request: EngineRequest, ids: list[int], params: Any) -> str:
+        """The prompt's ids and the forced ones; pictures in it are placed by vLLM's own rendering."""
+        if not request.media:
+            return str(self._llm.enqueue([{"prompt_token_ids": ids}], params, use_tqdm=False)[0])
+        if request.chat is None:
+            raise NotImplementedError("forced ids beside pictures need a chat: vLLM places them itself")
+        settings = dict(request.mm_processor_kwargs) or None
+        prompt = self._llm._preprocess_chat_one(file_chat(request), mm_processor_kwargs=settings)
+        own = list(prompt["prompt_token_ids"])
+        if own != list(request.prompt_token_ids or ()):
+            raise NotImplementedError("vLLM renders another prompt, so nothing can be forced behind it")
+        prompt["prompt_token_ids"] = ids
+        return str(self._llm._render_and_add_requests([prompt], [params])[0])
 
     def _add_chat(self, request: EngineRequest, params: Any) -> str:
         chat, settings = file_chat(request), dict(request.mm_processor_kwargs) or None

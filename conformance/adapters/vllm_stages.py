@@ -89,9 +89,9 @@ class StageTap:
             if key in counts
         ]
         positions, hidden = _entered(args, kwargs)
-        if positions is not None:
+        if positions is not None:  # else the embeddings hold them already, and are none of a record's
             self._keep("positions", (positions.T if positions.ndim == 2 else positions).cpu())
-        self._keep("embeddings", hidden)
+            self._keep("embeddings", hidden)
 
     def _entering(self, stage: str, is_norm: bool) -> Any:
         def hook(_module: Any, args: Any, kwargs: Any) -> None:

@@ -271,6 +271,8 @@ def align(case: Case, run: RequestRun, record: GoldenRecord) -> Aligned:
         raise CheckInputError(f'request {run.request_id!r} in pass "forced" was not forced')
     if forced is not None and forced.golden_key != run.golden_key:
         raise CheckInputError(f'request {run.request_id!r} has another golden in pass "forced"')
+    if forced is not None and forced.output is None:
+        forced = None  # refused, which the history's own check tells: nobody speaks for what follows
     return Aligned(record, run, forced, divergence)
 
 

@@ -5,6 +5,7 @@ With vLLM installed, test_contract.py runs it too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from PIL import Image
 
 from conformance.adapters import vllm
-from conformance.adapters.base import EngineRequest, ModelSource
+from conformance.adapters.base import EngineRequest, Media, ModelSource
 from conformance.adapters.vllm import VLLMAdapter
 
 
@@ -208,6 +209,34 @@ def test_a_salt_goes_with_a_chat(source: ModelSource) -> None:
     request = EngineRequest("r", {}, chat=chat, cache_salt="alice", mm_processor_kwargs={"size": 3})
     assert made._add_chat(request, "params") == "7-deadbeef"
     assert added == [({"said": [*chat], "with": {"size": 3}, "cache_salt": "alice"}, "params")]
+
+
+def test_forced_ids_follow_a_prompt_with_pictures_that_vllm_renders_alike(source: ModelSource) -> None:
+    added: list[Any] = []
+
+    def render(_chat: Any, mm_processor_kwargs: Any) -> dict[str, Any]:
+        assert mm_processor_kwargs is None
+        return {"prompt_token_ids": [1, 9, 9], "pictures": 1}
+
+    def add(prompts: list[Any], params: list[Any]) -> list[str]:
+        assert params == ["params"]
+        added.extend(prompts)
+        return ["7-deadbeef"]
+
+    made = VLLMAdapter(source, {"dtype": "float32"})
+    made._llm = SimpleNamespace(_preprocess_chat_one=render, _render_and_add_requests=add)
+    media = (Media("image", (source.path / "a.png",), None),)
+    chat = ({"role": "user", "content": [{"type": "image"}]},)
+    request = EngineRequest(
+        "r", {"max_tokens": 2}, (1, 9, 9), chat=chat, media=media, forced_token_ids=(4, 5)
+    )
+    assert made._add_forced(request, [1, 9, 9, 4, 5], "params") == "7-deadbeef"
+    assert added == [{"prompt_token_ids": [1, 9, 9, 4, 5], "pictures": 1}]
+    other = replace(request, prompt_token_ids=(1, 9))
+    with pytest.raises(NotImplementedError, match="renders another prompt"):
+        made._add_forced(other, [1, 9, 4, 5], "params")
+    with pytest.raises(NotImplementedError, match="need a chat"):
+        made._add_forced(replace(request, chat=None), [1, 9, 9, 4, 5], "params")
 
 
 def test_it_must_be_entered_first(source: ModelSource) -> None:

@@ -52,6 +52,12 @@ def test_without_a_forced_run_nobody_speaks_after_a_divergence() -> None:
     assert speakers(case(answer(RED, undecided=[10], choices={10: OTHER}))) == ["f"] * 11
 
 
+def test_a_forced_run_that_was_refused_speaks_for_nothing() -> None:
+    free = answer(RED, undecided=[10], choices={10: OTHER})
+    forced = replace(answer(RED, undecided=[10], forced=True), output=None)
+    assert speakers(case(free, forced=forced)) == ["f"] * 11
+
+
 def test_a_forced_run_about_another_golden_is_an_error() -> None:
     forced = replace(answer(RED, forced=True), golden_key="other")
     with pytest.raises(CheckInputError, match="another golden"):
