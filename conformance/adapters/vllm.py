@@ -12,6 +12,7 @@ logprobs are read.
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ _OPTIONS = {
     "max_model_len": "max_model_len",
     "enable_prefix_caching": "enable_prefix_caching",
     "enable_chunked_prefill": "enable_chunked_prefill",
+    "limit_mm_per_prompt": "limit_mm_per_prompt",
     "seed": "seed",
 }
 
@@ -84,7 +86,7 @@ _FEATURES = frozenset(
     }
 )
 
-_engines: OrderedDict[tuple[tuple[str, Any], ...], tuple[Any, StageTap]] = OrderedDict()
+_engines: OrderedDict[tuple[str, frozenset[str]], tuple[Any, StageTap]] = OrderedDict()
 
 
 class VLLMAdapter:
@@ -377,7 +379,7 @@ def _load(arguments: Mapping[str, Any], exchanges: frozenset[str], *, keep: bool
     from vllm import LLM
 
     exchange(exchanges)
-    key = (*sorted(arguments.items()), ("exchanges", exchanges))
+    key = (json.dumps(dict(arguments), sort_keys=True), exchanges)
     if key in _engines:
         _engines.move_to_end(key)
         return _engines[key]
