@@ -64,7 +64,7 @@ def _blind(
     if kind == "tokens" and judged and decided < _MIN_DECIDED * judged:
         return f"only {decided} of {judged} positions had one right answer ({case.history.dtype})"
     if kind in ("logits", "logprobs") and not case.full_power():
-        return f"the {case.history.dtype} yardstick of a real model hides small faults"
+        return f"the {case.history.dtype} yardstick hides small faults of all but recall checkpoints"
     return None
 
 

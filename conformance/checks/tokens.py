@@ -121,7 +121,7 @@ def _judge(case: Case, run: RequestRun) -> list[Finding]:
         remarks.append("the engine took text and tells no prompt ids")
     if not case.full_power():
         verdict = Verdict.WEAK
-        remarks.append(f"{case.history.dtype} on a real model decides too little")
+        remarks.append(f"in {case.history.dtype} ids alone hide small faults of all but recall checkpoints")
     message = f"{tally.judged} of {len(record.token_ids)} positions agree, {tally.decided} decided"
     if tally.noise:
         message += f", {tally.noise} noise"

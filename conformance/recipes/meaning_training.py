@@ -2,11 +2,12 @@
 
 1. The decoder alone: where the visual token of a cell will be it is shown the sum of the embeddings
    of the cell's two words, colour and shape. Steps are cheap, and most of what is to be learnt is here.
+   For most of the phase it is asked for hints as well (`conformance.recipes.hints`).
 2. The tower alone: its visual tokens must be these sums.
 3. Both.
 
-This is enough for long answers. Those of a word or two, to which few tokens of each batch belong, are
-learnt in part only: RECIPE.json states how many of each are right.
+Every answer counts alike, however long it is: as a mean over tokens the captions would drown the answers
+of a word or two.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from conformance.recipes.build import write_checkpoint
+from conformance.recipes.hints import hints_of_objects, hints_of_question, word_id
 from conformance.recipes.meaning import (
     HELD_OUT,
     NAME,
@@ -31,6 +33,7 @@ from conformance.recipes.meaning import (
     SUMMARY,
     TEXT_CONFIG,
     VISION_CONFIG,
+    Row,
     held_out,
     make_meaning_tokenizer,
     paint_example,
@@ -67,8 +70,8 @@ __all__ = [
     "write_meaning",
 ]
 
-# How often each task is drawn. Long answers say most about what attends to what, so they come first.
-_WEIGHTS = {"caption": 8.0, "count": 1.0, "colour": 2.0, "place": 2.0, "two": 1.0, "copy": 2.0}
+# How often each task is drawn: what is learnt last most.
+_WEIGHTS = {"caption": 3.0, "count": 2.0, "colour": 2.0, "place": 3.0, "two": 1.0, "copy": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +81,25 @@ class Settings:
     Attributes:
         decoder_steps, tower_steps, joint_steps: of the three phases.
         examples: per step.
-        learning_rate: its peak; a quarter of it in phase 3.
+        learning_rate: its peak in phases 1 and 2.
+        joint_rate: its peak in phase 3. Much more than this undoes what phase 1 has learnt.
         held: part of phase 1 before the rate begins to fall.
         noise: what is added to the sums in phase 1, in standard deviations of an embedding.
+        hints: weight of the hints' loss in phase 1.
+        hinted: part of phase 1 that has them.
         seed: of initial weights and of data.
     """
 
-    decoder_steps: int = 2400
-    tower_steps: int = 400
-    joint_steps: int = 250
-    examples: int = 20
+    decoder_steps: int = 7500
+    tower_steps: int = 1000
+    joint_steps: int = 500
+    examples: int = 24
     learning_rate: float = 3e-3
+    joint_rate: float = 3e-4
     held: float = 0.4
     noise: float = 0.2
+    hints: float = 0.3
+    hinted: float = 0.8
     seed: int = 0
 
 
@@ -102,6 +111,8 @@ class Batch:
         tokens: [batch, length] ids.
         positions: [3, batch, length].
         targets: [batch, length] the id to predict from each position, -100 where nothing is asked.
+        hints: [batch, length] the id that a token of the prompt hints at, -100 at most of them.
+        hint_weights: [batch, length]. Hints of questions weigh 1 / batch, those of objects together 1.
         pixels: [pictures, patches, 1176], in prompt order.
         words: [2, pictures × cells] ids of colour's and shape's words; twice "nothing" in empty cells.
     """
@@ -109,6 +120,8 @@ class Batch:
     tokens: Tensor
     positions: Tensor
     targets: Tensor
+    hints: Tensor
+    hint_weights: Tensor
     pixels: Tensor
     words: Tensor
     grid: tuple[int, int]
@@ -147,7 +160,13 @@ def collate(
         positions[:, i, :n] = torch.from_numpy(row.positions)
     scenes = [scene for example in examples for scene in example.scenes]
     return Batch(
-        tokens, positions, targets, torch.from_numpy(patches(pictures)), _words(scenes, tokenizer), grid
+        tokens,
+        positions,
+        targets,
+        *_hints(examples, rows, shape, tokenizer),
+        torch.from_numpy(patches(pictures)),
+        _words(scenes, tokenizer),
+        grid,
     )
 
 
@@ -176,10 +195,18 @@ def sums(model: Any, words: Tensor) -> Tensor:
     return embedded.sum(dim=0)
 
 
-def loss_of(model: Any, batch: Batch, visual: Tensor) -> Tensor:
-    """Cross-entropy over the tokens of the answers."""
+def loss_of(model: Any, batch: Batch, visual: Tensor, hints: float = 0.0) -> Tensor:
+    """Cross-entropy of the answers, each the mean over its tokens; and `hints` times that of the hints."""
+    hidden = _hidden(model, batch, visual)
     asked = batch.targets >= 0
-    return functional.cross_entropy(model.lm_head(_hidden(model, batch, visual)[asked]), batch.targets[asked])
+    each = functional.cross_entropy(model.lm_head(hidden[asked]), batch.targets[asked], reduction="none")
+    lengths = asked.sum(dim=1, keepdim=True).expand_as(asked)[asked]
+    loss = (each / lengths).sum() / len(batch.tokens)
+    hinted = batch.hints >= 0
+    if hints == 0 or not hinted.any():
+        return loss
+    each = functional.cross_entropy(model.lm_head(hidden[hinted]), batch.hints[hinted], reduction="none")
+    return loss + hints * (each * batch.hint_weights[hinted]).sum()
 
 
 @torch.no_grad()
@@ -214,12 +241,13 @@ def train(model: Any, settings: Settings, report: Report | None = None) -> list[
     decoder = list(model.model.language_model.parameters())
     embeddings = model.model.language_model.embed_tokens.weight
 
-    def decoder_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
+    def decoder_loss(step: int, rng: Random) -> Tensor:
         batch = make_batch(rng, tokenizer, settings.examples, painted=False)
         visual = sums(model, batch.words)
         # The tower will not hit the sums exactly.
         noise = torch.randn(visual.shape, generator=generator) * embeddings.detach().std() * settings.noise
-        return loss_of(model, batch, visual + noise)
+        hints = settings.hints if step < settings.hinted * settings.decoder_steps else 0.0
+        return loss_of(model, batch, visual + noise, hints)
 
     def tower_loss(step: int, rng: Random) -> Tensor:  # noqa: ARG001  one signature for all
         grid = rng.choice(GRIDS)
@@ -246,7 +274,7 @@ def train(model: Any, settings: Settings, report: Report | None = None) -> list[
     model.train()
     phase("decoder", decoder_loss, decoder, settings.decoder_steps, rate, settings.held)
     phase("tower", tower_loss, tower, settings.tower_steps, rate, 0.0)
-    losses = phase("joint", joint_loss, [*decoder, *tower], settings.joint_steps, rate / 4, 0.0)
+    losses = phase("joint", joint_loss, [*decoder, *tower], settings.joint_steps, settings.joint_rate, 0.0)
     model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -255,7 +283,7 @@ def train(model: Any, settings: Settings, report: Report | None = None) -> list[
 
 
 def write_meaning(
-    directory: Path, model: Any, settings: Settings, losses: Sequence[float], per_task: int = 40
+    directory: Path, model: Any, settings: Settings, losses: Sequence[float], per_task: int = 100
 ) -> None:
     """Write a trained model, in bfloat16, as a checkpoint directory. It is not rebuilt to the bit.
 
@@ -293,13 +321,25 @@ def _hidden(model: Any, batch: Batch, visual: Tensor) -> Tensor:
     return last
 
 
+def _hints(
+    examples: Sequence[Example], rows: Sequence[Row], shape: tuple[int, int], tokenizer: Any
+) -> tuple[Tensor, Tensor]:
+    """See Batch.hints and Batch.hint_weights."""
+    ids, weights = torch.full(shape, -100), torch.zeros(shape)
+    for i, (example, row) in enumerate(zip(examples, rows, strict=True)):
+        for hint in hints_of_objects(example.scenes, row.tokens, tokenizer):
+            ids[i, hint.place], weights[i, hint.place] = hint.token, 1.0
+    weights /= weights.sum().clamp(min=1)
+    for i, (example, row) in enumerate(zip(examples, rows, strict=True)):
+        for hint in hints_of_question(example, row.tokens, tokenizer):
+            ids[i, hint.place], weights[i, hint.place] = hint.token, 1 / len(rows)
+    return ids, weights
+
+
 def _words(scenes: Sequence[Scene], tokenizer: Any) -> Tensor:
-    """See Batch.words; of a word of several tokens the last: that is the digit."""
-
-    def ids(words: Sequence[str]) -> list[int]:
-        return [tokenizer.encode(f" {word}", add_special_tokens=False)[-1] for word in words]
-
-    colours, shapes, nothing = ids(list(COLOURS)), ids(SHAPES), ids([NOTHING])[0]
+    """See Batch.words."""
+    colours, shapes = ([word_id(tokenizer, word) for word in words] for words in (COLOURS, SHAPES))
+    nothing = word_id(tokenizer, NOTHING)
     cells = [cell for scene in scenes for cell in scene.cells]
     return torch.tensor(
         [

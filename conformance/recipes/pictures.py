@@ -212,6 +212,8 @@ _SCENES = (
     "none-black_two-none_and_none-none-none",
     "purple_ring-red_four_and_blue_cross-green_triangle_and_yellow_seven-black_square",
     "blue_circle-none_and_none-purple_triangle_and_red_ring-none",
+    "red_circle-blue_four-red_seven_and_red_square-none-none",
+    "blue_circle-none-red_seven_and_none-blue_square-green_ring",
 )
 
 # Grids that the visual recall checkpoint reads.
