@@ -197,7 +197,8 @@ class Case:
     def full_power(self) -> bool:
         """Whether agreement in this dtype means much: float32, or a recall checkpoint.
 
-        In bfloat16 a real model decides under half of its positions.
+        In bfloat16 a real model decides under half of its positions. A meaning checkpoint decides nearly
+        all, but of ten damaged KV entries about one changes what it says (docs/oracle.md).
         """
         return self.history.dtype == "float32" or self.history.model.startswith("recall-")
 

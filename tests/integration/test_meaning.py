@@ -19,6 +19,7 @@ from conformance.recipes.build import sha256_of
 from conformance.recipes.meaning import NAME, held_out
 from conformance.recipes.scenes import TASKS, paint, scene_of
 from minivllm import LLM, SamplingParams
+from tests.integration.kv_faults import ENTRY_KINDS, Fault, Rig, spoil_writes
 
 Pixels = NDArray[np.uint8]
 
@@ -37,12 +38,15 @@ def facts(checkpoints: Path) -> dict[str, Any]:
     return read
 
 
+def chat(question: str, pictures: Sequence[Pixels]) -> list[dict[str, Any]]:
+    """The turn that asks about some pictures."""
+    images = [{"type": "image", "image": Image.fromarray(picture)} for picture in pictures]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": question}]}]
+
+
 def answers(llm: LLM, asked: Sequence[tuple[str, Sequence[Pixels]]]) -> list[str]:
     """What the model says to each question about some pictures."""
-    chats = []
-    for question, pictures in asked:
-        images = [{"type": "image", "image": Image.fromarray(picture)} for picture in pictures]
-        chats.append([{"role": "user", "content": [*images, {"type": "text", "text": question}]}])
+    chats = [chat(question, pictures) for question, pictures in asked]
     outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=24))
     return [output.outputs[0].text for output in outputs]
 
@@ -87,6 +91,29 @@ def test_the_order_of_two_pictures_is_told(llm: LLM) -> None:
         "First red circle second blue seven",
         "First blue seven second red circle",
     ]
+
+
+def test_most_damaged_cache_entries_do_not_show_in_bfloat16(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why bfloat16 cases of this checkpoint are WEAK: the recall ones are held to nine in ten."""
+    examples = [e for e in held_out(30) if e[0].task == "place"]
+    faults = [Fault(kind, layer, 4 + at) for kind in ENTRY_KINDS for layer in range(3) for at in (0, 5)]
+    rig = Rig(checkpoints / NAME, 4, requests=len(faults), length=40)
+
+    def said() -> dict[int, list[int]]:
+        chats = [chat(example.question, pictures) for example, pictures in examples]
+        prompts: list[Any] = [rig.engine.chat_prompt(turns) for turns in chats]
+        rig.start(prompts, [5] * len(chats))
+        return rig.finish()
+
+    healthy = said()
+    fired = spoil_writes(rig, faults, monkeypatch)
+    damaged = said()
+    assert fired == dict.fromkeys(range(len(faults)), 1)
+    shown = sum(damaged[i] != healthy[i] for i in range(len(faults)))
+    print(f"{shown} of {len(faults)} show")
+    assert shown < 0.5 * len(faults)
 
 
 def test_the_recipe_file_tells_what_the_directory_holds(checkpoints: Path, facts: dict[str, Any]) -> None:
