@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from minivllm.cache import PendingCopies
 from minivllm.errors import ConfigError
 from minivllm.request import BlockCopy, FinishReason, Request, RequestStatus
 from minivllm.trace import Allocated, Finished, Preempted, PrefixHit, SwappedIn, SwappedOut
@@ -391,3 +392,19 @@ def test_a_prompt_computed_in_part_keeps_its_claim_to_the_rest(
     bench.add(make_request("c", 1, max_tokens=1), make_request("d", 3, max_tokens=2))
     bench.drain()
     assert bench.of(Preempted) == []
+
+
+def test_a_step_that_breaks_off_repeats_only_the_copies_it_had_not_made(
+    make_bench: MakeBench, make_request: MakeRequest
+) -> None:
+    bench = make_bench(usable=4, host=2, caching=False, preemption_mode="swap")
+    bench.add(make_request("a"), make_request("b"))
+    bench.steps(2)
+    first = bench.plan()
+    assert first.swap_out
+    bench.scheduler.break_off(PendingCopies())
+    again = bench.plan()
+    assert (again.swap_out, again.requests[0].start) == (first.swap_out, first.requests[0].start)
+    bench.scheduler.break_off(PendingCopies(again.swap_out))
+    assert bench.plan().swap_out == ()
+    bench.scheduler.check_integrity()

@@ -506,3 +506,16 @@ def test_the_integrity_check_finds_a_copy_onto_a_shared_block() -> None:
     blocks._tables["x"] = type(blocks._tables["p"])([2], (2,), 0, 3)
     with pytest.raises(InvariantError, match="a copy on write has one owner"):
         blocks.check_integrity()
+
+
+def test_host_blocks_are_unused_until_somebody_is_swapped_out_and_after_the_copies_back() -> None:
+    blocks, a = manager(host=3), request("a", [1, 2, 3])
+    assert blocks.unused_host_blocks() == (0, 1, 2)
+    compute(blocks, a)
+    assert blocks.swap_out("a")
+    assert blocks.unused_host_blocks() == (2,)
+    a.token_ids.append(4)
+    assert blocks.swap_in(a, 4)
+    assert blocks.unused_host_blocks() == (2,), "the copies back are still to be made"
+    blocks.copies_done(blocks.pending_copies())
+    assert blocks.unused_host_blocks() == (0, 1, 2)
