@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -44,13 +44,18 @@ from conformance.recipes.visual_recall import (
 )
 
 __all__ = [
+    "HELD_OUT",
     "GridBatch",
     "GridSettings",
     "make_grid_batch",
     "make_visual_recall_model",
+    "measure_grids",
     "train_visual_recall",
     "write_visual_recall",
 ]
+
+#: Seed of the grids that accuracy is measured on.
+HELD_OUT = "held out for accuracy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,21 +113,47 @@ def make_visual_recall_model(seed: int) -> Any:
 def make_grid_batch(rng: Random, tokenizer: Any, grids: int, *, faults: bool) -> GridBatch:
     """Draw `grids` grids of equally many rows, and for half of them what to spoil."""
     rows = rng.randint(*ROWS)
-    scenes = tuple(draw_grid(rng, rows) for _ in range(grids))
+    batch = _collate(tuple(draw_grid(rng, rows) for _ in range(grids)), tokenizer)
+    if not faults:
+        return batch
+    damage = _draw_damage(rng, grids, batch.first, rows * COLUMNS)
+    [lost] = tokenizer.encode(LOST, add_special_tokens=False)
+    start = batch.tokens.shape[1] - rows * COLUMNS - 1
+    _expect_lost(batch.targets, damage, start - batch.first, lost)
+    return replace(batch, damage=damage)
+
+
+def _collate(scenes: tuple[Scene, ...], tokenizer: Any) -> GridBatch:
     examples = [Example("read", (scene,), QUESTION, answer(scene)) for scene in scenes]
     drawn = [row_of(example, tokenizer) for example in examples]
     tokens = torch.tensor([row.tokens for row in drawn])
-    start, cells = drawn[0].prompt, rows * COLUMNS
+    start, cells = drawn[0].prompt, len(scenes[0].cells)
     words = tokens[:, start : start + cells]
     targets = torch.full_like(tokens, -100)
     targets[:, start - 1 : -1] = tokens[:, start:]
     first = int((tokens[0] == QWEN_VL_IDS["image_token_id"]).nonzero()[0])
-    damage = _draw_damage(rng, grids, first, cells) if faults else None
-    if damage is not None:
-        [lost] = tokenizer.encode(LOST, add_special_tokens=False)
-        _expect_lost(targets, damage, start - first, lost)
     positions = torch.stack([torch.from_numpy(row.positions) for row in drawn], dim=1)
-    return GridBatch(scenes, tokens, positions, targets, words, first, damage)
+    return GridBatch(scenes, tokens, positions, targets, words, first, None)
+
+
+@torch.no_grad()
+def measure_grids(model: Any, per_size: int, seed: str = HELD_OUT) -> dict[str, float]:
+    """Part of held-out grids of each size that are read without a mistake, as greedy decoding would.
+
+    One pass tells, as in `meaning_training.measure`.
+
+    Returns:
+        "4x2" (columns × rows) and so on → part of `per_size` grids.
+    """
+    tokenizer = make_visual_recall_tokenizer()
+    right = {}
+    for rows in range(ROWS[0], ROWS[1] + 1):
+        rng = Random(f"{seed} {rows}")
+        batch = _collate(tuple(draw_grid(rng, rows) for _ in range(per_size)), tokenizer)
+        asked = batch.targets >= 0
+        hit = model.lm_head(_hidden(model, batch, _see(model, batch, rng))).argmax(dim=-1) == batch.targets
+        right[f"{COLUMNS}x{rows}"] = int((hit | ~asked).all(dim=1).sum()) / per_size
+    return right
 
 
 def train_visual_recall(model: Any, settings: GridSettings, report: Report | None = None) -> list[float]:
@@ -167,9 +198,17 @@ def train_visual_recall(model: Any, settings: GridSettings, report: Report | Non
     return losses
 
 
-def write_visual_recall(directory: Path, model: Any, settings: GridSettings, losses: Sequence[float]) -> None:
-    """Write a trained model, in bfloat16, as a checkpoint directory. It is not rebuilt to the bit."""
+def write_visual_recall(
+    directory: Path, model: Any, settings: GridSettings, losses: Sequence[float], per_size: int = 100
+) -> None:
+    """Write a trained model, in bfloat16, as a checkpoint directory. It is not rebuilt to the bit.
+
+    Its accuracy is measured on `per_size` held-out grids of each size, and stated. How far from a tie
+    the answers are, and what a damaged entry does, are the committed weights' own and tested of them.
+    """
     import transformers
+
+    accuracy = measure_grids(model, per_size)
 
     model = model.to(torch.bfloat16)
     model.generation_config = transformers.GenerationConfig(
@@ -182,6 +221,7 @@ def write_visual_recall(directory: Path, model: Any, settings: GridSettings, los
         "dtypes": ["float32", "bfloat16"],
         "training": asdict(settings),
         "final_loss": sum(losses[-100:]) / len(losses[-100:]),
+        "accuracy": {"seed": HELD_OUT, "grids": per_size, **accuracy},
     }
     write_checkpoint(directory, NAME, SUMMARY, model, make_visual_recall_tokenizer(), facts, PROCESSOR)
 
@@ -217,16 +257,20 @@ def _expect_lost(targets: Tensor, damage: Damage, ahead: int, lost: int) -> None
 
 
 def _loss(model: Any, batch: GridBatch, visual: Tensor, margin: float) -> Tensor:
-    decoder = model.model.language_model
-    hidden = decoder.embed_tokens(batch.tokens)
-    cells = batch.words.shape[1]
-    before, after = hidden[:, : batch.first], hidden[:, batch.first + cells :]
-    hidden = torch.cat([before, visual, after], dim=1)
-    with nullcontext() if batch.damage is None else damaged(decoder.layers, batch.damage):
-        hidden = decoder(
-            inputs_embeds=hidden, position_ids=batch.positions, use_cache=False
-        ).last_hidden_state
     asked = batch.targets >= 0
-    logits, targets = model.lm_head(hidden[asked]), batch.targets[asked]
+    logits, targets = model.lm_head(_hidden(model, batch, visual)[asked]), batch.targets[asked]
     handicap = functional.one_hot(targets, logits.shape[-1]) * margin
     return functional.cross_entropy(logits - handicap, targets)
+
+
+def _hidden(model: Any, batch: GridBatch, visual: Tensor) -> Tensor:
+    """The decoder's last hidden states, [batch, length, hidden], with the batch's damage done."""
+    decoder = model.model.language_model
+    embedded = decoder.embed_tokens(batch.tokens)
+    before, after = embedded[:, : batch.first], embedded[:, batch.first + batch.words.shape[1] :]
+    embedded = torch.cat([before, visual, after], dim=1)
+    with nullcontext() if batch.damage is None else damaged(decoder.layers, batch.damage):
+        last: Tensor = decoder(
+            inputs_embeds=embedded, position_ids=batch.positions, use_cache=False
+        ).last_hidden_state
+    return last

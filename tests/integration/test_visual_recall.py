@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file
 
 from conformance.recipes.build import sha256_of
 from conformance.recipes.scenes import Scene, paint
 from conformance.recipes.visual_recall import LAYERS, NAME, QUESTION, ROWS, TEXT_CONFIG, answer, draw_grid
+from conformance.recipes.visual_recall_training import measure_grids
 from minivllm import LLM, SamplingParams
 from tests.integration.kv_faults import ENTRY_KINDS, Fault, Rig, spoil_writes
 
@@ -63,6 +66,18 @@ def test_every_cell_is_read_far_from_a_tie(llm: LLM, rows: int) -> None:
             margins.append(best[0] - best[1])
     print(f"{rows} rows: smallest margin {min(margins):.1f}, median {np.median(margins):.1f}")
     assert min(margins) > 10
+
+
+def test_grids_are_read_with_the_stated_accuracy(checkpoints: Path) -> None:
+    """What a training from scratch reaches as well; margins and faults are these weights' own."""
+    stated = json.loads((checkpoints / NAME / "RECIPE.json").read_text(encoding="utf-8"))["accuracy"]
+    model = transformers.Qwen2VLForConditionalGeneration.from_pretrained(
+        checkpoints / NAME, dtype=torch.float32, attn_implementation="eager"
+    )
+    reached = measure_grids(model.eval(), stated["grids"], stated["seed"])
+    print(reached)
+    assert min(reached.values()) >= 0.95
+    assert all(abs(stated[size] - part) <= 0.01 for size, part in reached.items())
 
 
 class GridRig(Rig):

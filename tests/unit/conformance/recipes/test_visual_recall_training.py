@@ -10,6 +10,7 @@ import torch
 
 from conformance.recipes.visual_recall import COLUMNS, LOST, answer, make_visual_recall_tokenizer
 from conformance.recipes.visual_recall_training import (
+    HELD_OUT,
     GridBatch,
     GridSettings,
     make_grid_batch,
@@ -79,6 +80,7 @@ def test_training_runs_all_phases_and_is_a_function_of_the_seed(tmp_path: Path) 
     assert losses == train_visual_recall(other, SHORT)
     assert len(losses) == SHORT.joint_steps
     assert all(torch.equal(p, p.bfloat16().float()) for p in model.parameters())
-    write_visual_recall(tmp_path, model, SHORT, losses)
+    write_visual_recall(tmp_path, model, SHORT, losses, per_size=4)
     facts = json.loads((tmp_path / "RECIPE.json").read_text(encoding="utf-8"))
     assert (facts["kind"], facts["training"]["joint_steps"]) == ("recall", 2)
+    assert facts["accuracy"] == {"seed": HELD_OUT, "grids": 4, "4x2": 0.0, "4x3": 0.0, "4x4": 0.0, "4x5": 0.0}
