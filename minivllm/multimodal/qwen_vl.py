@@ -44,6 +44,9 @@ __all__ = ["Qwen2VLProcessor", "Qwen3VLProcessor", "Qwen25VLProcessor"]
 #: Frames per second that Transformers assumes when nothing is said.
 _DEFAULT_FPS = 24.0
 
+#: The last position that a video may reach by the seconds it lasts: six days at two positions a second.
+_MAX_POSITION = 2**20
+
 _FIXED = "the vision tower is built for it"
 _UNUSED = "the image processor of this family does nothing with it"
 _REFUSED: Mapping[str, str] = {
@@ -214,7 +217,7 @@ class Qwen2VLProcessor:
         data = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([grid])}
         seconds = self._seconds_per_group(video)
         if seconds is not None:
-            data["second_per_grid_ts"] = torch.tensor([seconds])
+            data["second_per_grid_ts"] = self._checked_seconds(seconds, grid[0])
         first = video.frames[0]
         return MediaItem(
             content_hash=video_hash(video, settings),
@@ -235,7 +238,8 @@ class Qwen2VLProcessor:
 
     def _supplied(self, modality: str, source: Mapping[str, Any] | Tensor) -> MediaItem:
         names = (f"{modality}_embeds", f"{modality}_grid_thw")
-        known = {*names, "deepstack", *(("second_per_grid_ts",) if modality == "video" else ())}
+        tells_time = modality == "video" and self._vision.tokens_per_second > 0
+        known = {*names, "deepstack", *(("second_per_grid_ts",) if tells_time else ())}
         given = dict(source) if isinstance(source, Mapping) else {names[0]: source}
         if not set(names) <= set(given) <= known:
             raise BadMedia(
@@ -268,7 +272,7 @@ class Qwen2VLProcessor:
         if deepstack:
             data["deepstack"] = deepstack
         if "second_per_grid_ts" in given:
-            data["second_per_grid_ts"] = torch.as_tensor(given["second_per_grid_ts"]).flatten()
+            data["second_per_grid_ts"] = self._checked_seconds(given["second_per_grid_ts"], grid[0])
         tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
         tensors |= {f"deepstack.{i}": part for i, part in enumerate(deepstack)}
         return MediaItem(
@@ -288,6 +292,21 @@ class Qwen2VLProcessor:
         size = with_limits({**settings, "size": {**base, **(settings.get("size") or {})}})
         _check_limits(size)
         return {**plain, "size": size}
+
+    def _checked_seconds(self, value: Any, groups: int) -> Tensor:
+        """Seconds that each group of frames lasts, [1]; the last group must have a position."""
+        try:
+            seconds = torch.as_tensor(value, dtype=torch.float32).flatten()
+        except (RuntimeError, TypeError, ValueError):
+            raise BadMedia(f"second_per_grid_ts must be one number of seconds, got {value!r}") from None
+        last = seconds * (groups - 1) * self._vision.tokens_per_second
+        if seconds.numel() != 1 or not bool((seconds >= 0) & (last <= _MAX_POSITION)):
+            raise BadMedia(
+                f"{groups} groups of frames, each of {seconds.tolist()} seconds, have no positions from 0 to "
+                f"{_MAX_POSITION} at {self._vision.tokens_per_second} a second; is their fps or "
+                "second_per_grid_ts right?"
+            )
+        return seconds
 
     def _rows(self, grid: tuple[int, int, int]) -> int:
         return grid[0] * (grid[1] // self._merge) * (grid[2] // self._merge)

@@ -282,6 +282,32 @@ def test_a_second_of_video_takes_tokens_per_second_positions(checkpoints: Path) 
         processor.expand("video", [Video(frames, timestamps=(0, 0.5, 1, 1.5, 2, 9))], {})
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), 1e9, 1e300, [1.0, 2.0], [], "soon"])
+def test_times_without_positions_are_refused_before_the_model_sees_them(
+    checkpoints: Path, seconds: Any
+) -> None:
+    """Of a position far off, a table of all before it would be made, and the whole step would fail."""
+    processor = make(checkpoints, "tiny-qwen2-5-vl")
+    given = {"video_embeds": torch.zeros(3, 64), "video_grid_thw": [3, 2, 2]}
+    (fine,) = processor.expand("video", [{**given, "second_per_grid_ts": [1.5]}], {})
+    assert fine.item.data["second_per_grid_ts"].tolist() == [1.5]
+    with pytest.raises(BadMedia, match=r"second_per_grid_ts must be one number|3 groups of frames"):
+        processor.expand("video", [{**given, "second_per_grid_ts": seconds}], {})
+
+
+def test_frames_too_far_apart_for_positions_are_refused(checkpoints: Path) -> None:
+    processor = make(checkpoints, "tiny-qwen2-5-vl")
+    with pytest.raises(BadMedia, match=r"2 groups of frames, each of \[2000000.0\] seconds"):
+        processor.expand("video", [Video((picture(56, 56),) * 4, fps=1e-6)], {})
+
+
+def test_seconds_are_refused_where_positions_do_not_go_by_them(checkpoints: Path) -> None:
+    processor = make(checkpoints, "tiny-qwen2-vl")
+    given = {"video_embeds": torch.zeros(3, 64), "video_grid_thw": [3, 2, 2], "second_per_grid_ts": [1.0]}
+    with pytest.raises(BadMedia, match="supplied embeddings of this model are"):
+        processor.expand("video", [given], {})
+
+
 @pytest.mark.parametrize("fps", [1.0, 30.0, None])
 @pytest.mark.parametrize("frames", [2, 5])
 def test_timestamps_stand_before_the_frames_of_qwen3_as_in_transformers(
