@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from minivllm.multimodal.load import Video
 
 __all__ = [
     "CHOICE_SETTINGS",
+    "MAX_NUM_FRAMES",
     "FrameChoice",
     "in_equal_steps",
     "over",
@@ -26,6 +28,9 @@ __all__ = [
 
 CHOICE_SETTINGS = ("do_sample_frames", "fps", "num_frames")
 """Settings of a request that choose frames."""
+
+MAX_NUM_FRAMES = 2**20
+"""Most frames that `num_frames` may ask for: where there are fewer, Qwen3-VL shows some several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +56,19 @@ class FrameChoice:
         """The model's choice with the settings of one request over it.
 
         Raises:
-            BadParameter: settings of another type, fps with num_frames, or either without
-                do_sample_frames, where it would do nothing.
+            BadParameter: settings of another type, more than `MAX_NUM_FRAMES`, fps with num_frames, or
+                either without do_sample_frames, where it would do nothing.
         """
         sample = settings.get("do_sample_frames", self.do_sample_frames)
         fps, count = settings.get("fps"), settings.get("num_frames")
         if not isinstance(sample, bool):
             raise BadParameter(f"do_sample_frames must be true or false, got {sample!r}")
-        if fps is not None and not (_is_number(fps) and math.isfinite(fps) and fps > 0):
+        if fps is not None and not (_is_number(fps) and 0 < fps <= sys.float_info.max):
             raise BadParameter(f"fps must be a positive number of frames per second to choose, got {fps!r}")
         if count is not None and not (_is_number(count) and isinstance(count, int) and count > 0):
             raise BadParameter(f"num_frames must be a positive number of frames to choose, got {count!r}")
+        if count is not None and count > MAX_NUM_FRAMES:
+            raise BadParameter(f"num_frames must be at most {MAX_NUM_FRAMES}, got {count}")
         if fps is not None and count is not None:
             raise BadParameter(f"give fps ({fps}) or num_frames ({count}), not both")
         if not sample and (fps is not None or count is not None):
@@ -110,8 +117,8 @@ def spread_to_both_ends(choice: FrameChoice, total: int, fps: float) -> list[int
     if choice.num_frames is not None:
         count = choice.num_frames
     elif choice.fps is not None:
-        wanted = max(int(total / fps * choice.fps), choice.min_frames)
-        count = min(wanted, choice.max_frames, total)
+        wanted = max(total / fps * choice.fps, choice.min_frames)  # infinite, where fps is 1e308
+        count = int(min(wanted, choice.max_frames, total))
     else:
         count = min(max(total, choice.min_frames), choice.max_frames)
     return [int(index) for index in np.linspace(0, total - 1, count).round()]

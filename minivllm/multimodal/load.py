@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,8 @@ def load_video(source: Any) -> Video | VideoFile:
         source = list(source)
     if not isinstance(source, Sequence):
         raise BadMedia(
-            f"a video is a list of images or an array [frames, height, width, 3], got {type(source).__name__}"
+            "a video is a list of images, an array [frames, height, width, 3], or a file as a path, a data "
+            f"URI or bytes; got {type(source).__name__}"
         )
     if not source:
         raise BadMedia("a video needs at least one frame, got none")
@@ -153,7 +155,7 @@ def _video_file(source: str | Path | bytes | bytearray | memoryview) -> VideoFil
 def _checked_fps(fps: Any) -> float | None:
     if fps is None:
         return None
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not math.isfinite(fps) or fps <= 0:
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= sys.float_info.max:
         raise BadMedia(f"fps must be a positive number, got {fps!r}")
     return float(fps)
 
@@ -163,7 +165,7 @@ def _checked_timestamps(timestamps: Any, count: int) -> tuple[float, ...] | None
         return None
     try:
         times = tuple(float(t) for t in timestamps)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise BadMedia(f"timestamps must be a list of seconds, got {timestamps!r}") from None
     if len(times) != count:
         raise BadMedia(f"{count} frames need as many timestamps, got {len(times)}")

@@ -74,11 +74,18 @@ class VideoFile:
             )
         wanted = set(indices)
         found: dict[int, Image.Image] = {}
+        held = 0
         with _opened(self.source, self.what) as (container, stream):
             for number, frame in enumerate(container.decode(stream)):
                 if frame.is_corrupt:
                     raise BadMedia(f"{self.what} is damaged: frame {number} of {self.num_frames}")
                 if number in wanted:
+                    held += frame.width * frame.height
+                    if held > MAX_VIDEO_PIXELS:  # frames may be larger than the header says
+                        raise BadMedia(
+                            f"the frames of {self.what} up to number {number}, of {frame.width} × "
+                            f"{frame.height}, are more than {MAX_VIDEO_PIXELS} pixels, the most decoded"
+                        )
                     found[number] = Image.fromarray(frame.to_ndarray(format="rgb24"), "RGB")
                 if len(found) == len(wanted):
                     break

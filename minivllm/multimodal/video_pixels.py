@@ -25,6 +25,7 @@ from minivllm.models.hf_config import read_json
 from minivllm.multimodal.frame_choice import FrameChoice
 from minivllm.multimodal.image_processor import ImageProcessor
 from minivllm.multimodal.load import Video
+from minivllm.multimodal.video_file import MAX_VIDEO_PIXELS
 
 __all__ = ["FrameSize", "VideoPixels", "size_for_each_frame", "size_for_whole_video"]
 
@@ -155,24 +156,34 @@ class VideoPixels:
             columns of patches. The last frame is repeated to fill its group.
 
         Raises:
-            BadMedia: frames that cannot be processed under these settings.
+            BadMedia: frames that cannot be processed under these settings, or that are more than
+                `MAX_VIDEO_PIXELS` in the size they are processed in.
         """
         from transformers.image_transforms import convert_to_rgb
 
-        frames = [Image.fromarray(convert_to_rgb(frame, return_numpy=True)) for frame in video.frames]
+        count, (width, height) = len(video.frames), video.frames[0].size
+        size = FrameSize(height, width)
         if settings["do_resize"]:
             least, most = settings["size"]["shortest_edge"], settings["size"]["longest_edge"]
-            width, height = frames[0].size
-            size = self._sizing(len(frames), height, width, self._patch * self._merge, least, most)
-            frames = [
-                frame.resize((size.width, size.height), resample=settings["resample"]) for frame in frames
-            ]
+            size = self._sizing(count, height, width, self._patch * self._merge, least, most)
+        if count * size.height * size.width > MAX_VIDEO_PIXELS:
+            raise BadMedia(
+                f"{count} frames of {width} × {height} would be processed as {size.width} × {size.height}, "
+                f"which is more than {MAX_VIDEO_PIXELS} pixels together; choose fewer with do_sample_frames "
+                "and fps or num_frames, or lower min_pixels"
+            )
+        frames = []
+        for frame in video.frames:
+            made = Image.fromarray(convert_to_rgb(frame, return_numpy=True))
+            if settings["do_resize"]:
+                made = made.resize((size.width, size.height), resample=settings["resample"])
+            frames.append(made)
         frames += [frames[-1]] * (-len(frames) % self._together)
         pixel_settings = {k: v for k, v in settings.items() if k not in ("size", "resample", "do_resize")}
-        made = self._images(frames, do_resize=False, **pixel_settings)
-        _, high, wide = (int(n) for n in made["image_grid_thw"][0])
+        processed = self._images(frames, do_resize=False, **pixel_settings)
+        _, high, wide = (int(n) for n in processed["image_grid_thw"][0])
         # A picture fills its patches with copies of itself: one of them is the frame.
-        single = made["pixel_values"].view(
+        single = processed["pixel_values"].view(
             len(frames), high * wide, -1, self._together, self._patch, self._patch
         )[:, :, :, 0]
         grouped = single.view(-1, self._together, *single.shape[1:]).permute(0, 2, 3, 1, 4, 5)

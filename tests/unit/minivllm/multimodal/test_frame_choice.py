@@ -64,6 +64,10 @@ def test_without_fps_and_number_the_spread_keeps_within_the_bounds() -> None:
     assert spread_to_both_ends(choice, 2, 24) == [0, 0, 1, 1]
 
 
+def test_frames_per_second_beyond_all_numbers_are_all_frames() -> None:
+    assert spread_to_both_ends(FrameChoice(True, fps=1e308), 40, 10.0) == list(range(40))
+
+
 def test_equal_steps_need_to_know_how_many() -> None:
     with pytest.raises(BadParameter, match="needs fps or num_frames with this model"):
         in_equal_steps(FrameChoice(True), 10, 24.0)
@@ -91,6 +95,8 @@ def test_a_request_s_number_replaces_the_model_s_fps_and_the_other_way_round() -
         ({"do_sample_frames": True, "fps": float("inf")}, "got inf"),
         ({"do_sample_frames": True, "num_frames": 2.5}, "num_frames must be a positive number .* got 2.5"),
         ({"do_sample_frames": True, "num_frames": True}, "got True"),
+        ({"do_sample_frames": True, "num_frames": 10**9}, "at most 1048576, got 1000000000"),
+        ({"do_sample_frames": True, "fps": 10**400}, "fps must be a positive number"),
         (
             {"do_sample_frames": True, "fps": 2, "num_frames": 8},
             r"give fps \(2\) or num_frames \(8\), not both",

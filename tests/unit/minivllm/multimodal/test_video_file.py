@@ -6,6 +6,7 @@ import base64
 import io
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,8 @@ def test_frames_beyond_the_limits_are_not_decoded(
     assert len(video.read([0, 2, 2, 4])) == 4
     with pytest.raises(BadMedia, match=r"4 frames of 84 × 56 .* more than 14112 pixels.* do_sample_frames"):
         video.read(range(4))
+    with pytest.raises(BadMedia, match="up to number 3, of 84 × 56, are more than 14112 pixels"):
+        replace(video, width=1, height=1).read(range(4))  # a header that says less than is there
     monkeypatch.setattr(load_module, "MAX_PIXELS", 84 * 56 - 1)
     with pytest.raises(BadMedia, match="frames of 84 × 56 pixels, more than 4703"):
         load_video(files["mp4"])

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+import minivllm.multimodal.video_pixels as module
 from minivllm.errors import BadMedia, ConfigError, UnsupportedError
 from minivllm.multimodal.image_processor import ImageProcessor
 from minivllm.multimodal.load import Video
@@ -102,6 +103,18 @@ def test_a_whole_video_needs_two_frames_and_a_sane_shape() -> None:
         size_for_whole_video(1, 64, 64, 32, 1, 10**6)
     with pytest.raises(BadMedia, match="at most 200 times as long as wide, got 32 × 9600"):
         size_for_whole_video(4, 300, 1, 32, 1, 10**6)
+
+
+def test_small_frames_that_are_made_too_large_together_are_refused(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are small, and so are their frames: it is the fewest pixels of a model that take the memory."""
+    videos = make(checkpoints, "tiny-qwen2-vl")
+    monkeypatch.setattr(module, "MAX_VIDEO_PIXELS", 4 * 56 * 56)
+    still, settings = frame(28, 28, 0), videos.settings({"min_pixels": 56 * 56})
+    assert videos(Video((still,) * 4), settings)[1] == (2, 4, 4)
+    with pytest.raises(BadMedia, match=r"6 frames of 28 × 28 .* as 56 × 56, .* 12544 pixels together"):
+        videos(Video((still,) * 6), settings)
 
 
 def test_transparent_frames_are_put_on_white(checkpoints: Path) -> None:
