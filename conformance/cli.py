@@ -106,10 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _give_up_unwritable_output()
         if isinstance(error, BrokenPipeError):
             return 1
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(
+            str(error), style="red", markup=False, highlight=False, soft_wrap=True
+        )
         return 2
     except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted: nothing is judged as a whole", style="red")
+        Console(stderr=True, emoji=False).print("interrupted: nothing is judged as a whole", style="red")
         return 130
 
 
@@ -126,7 +128,7 @@ def _command(arguments: Sequence[str]) -> int:
         # Imported when asked for: recording needs torch and Transformers; nothing else here does.
         return int(import_module(_PARTS[arguments[0]][0]).main(arguments[1:]))
     args = parser().parse_args(arguments)
-    return int(args.command(args, Console(highlight=False)))
+    return int(args.command(args, Console(highlight=False, emoji=False)))
 
 
 # ---- commands -----------------------------------------------------------------------------------
@@ -144,7 +146,9 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     with ExitStack() as stack:
         runner = runner_for(args, cases, RecordStore(args.data), partial(_factory, args), stack)
         _must_be_writable(args, args.history)
-        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+        progress = stack.enter_context(
+            Progress(*columns, console=Console(stderr=True, emoji=False), transient=True)
+        )
         task = progress.add_task(doing(runner, cases, 0), total=len(cases))
         for index, outcome in runner.outcomes(cases, settings, triage=args.triage, histories=args.history):
             given = engines[0] if len(engines) == 1 else outcome.case.engine

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `compare`; returns the exit status."""
     args = parser().parse_args(argv)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     try:
         old, new = (read_side(side, other_editions=args.across_editions) for side in (args.old, args.new))
         found = compare(old, new, ignore=args.ignore)
@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.markdown:
             write_markdown(args.markdown, compare_markdown(found))
     except (ReportError, OSError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(
+            str(error), style="red", markup=False, highlight=False, soft_wrap=True
+        )
         return 2
     _print(console, found)
     return found.status

@@ -40,9 +40,11 @@ def main(argv: Sequence[str]) -> int:
         if args.json:
             args.json.write_text(json.dumps(found.as_dict(), indent=1), encoding="utf-8")
     except (CanonicalError, EngineNotFound, ModelUnavailable, Skipped, OSError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(
+            str(error), style="red", markup=False, highlight=False, soft_wrap=True
+        )
         return 2
-    print_comparison(Console(highlight=False), found)
+    print_comparison(Console(highlight=False, emoji=False), found)
     return int(found.verdict.fails_run)
 
 

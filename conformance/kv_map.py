@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         if args.svg:
             args.svg.write_text(draw_svg(snapshot, title=title), encoding="utf-8")
-        console = Console(highlight=False)
+        console = Console(highlight=False, emoji=False)
         console.print(title, markup=False)
         print_map(console, snapshot, blocks=args.blocks, columns=args.columns)
     except (
@@ -80,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
         SnapshotError,
         StepFailed,
     ) as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(
+            f"error: {error}", markup=False, highlight=False, soft_wrap=True
+        )
         return 2
     return 0
 

@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.markdown is not None:
             write_markdown(args.markdown, "\n".join(run_markdown(report) for report in reports))
     except (ReportError, OSError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(
+            str(error), style="red", markup=False, highlight=False, soft_wrap=True
+        )
         return 2
     return 0

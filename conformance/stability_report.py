@@ -80,7 +80,9 @@ def run_stability(
             asked=parse_options(args.vary, "--vary"),
         )
     except NothingVaries as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(
+            str(error), style="red", markup=False, highlight=False, soft_wrap=True
+        )
         return 2
     if args.json:
         args.json.open("a").close()  # told now, not after an hour
@@ -95,7 +97,7 @@ def run_stability(
     runs: list[Run] = []
     plan = configurations(args.runs, variation)
     console.print(_varied(capabilities, variation), markup=False, highlight=False, soft_wrap=True)
-    with Console(stderr=True).status("") as status:
+    with Console(stderr=True, emoji=False).status("") as status:
         for run in repeat(
             cases,
             factory,

@@ -30,7 +30,7 @@ _COLOURS = {WORKS: "green", DECLARED_BUT_FAILING: "bold red", NOT_TRIED: "dim", 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     args = parser().parse_args(argv)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     return _engine(args, console) if args.engine else _reference(args, console)
 
 

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out a parsed `fuzz` command; returns the exit status."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, emoji=False, soft_wrap=True)
     try:
         if args.replay is not None:
             return _replay(args, console)
@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         limits = PROFILES[args.profile] if args.minutes is None else Limits(args.minutes * 60, 0)
         return _fuzz(targets, limits, args, console)
     except (TargetNotFound, LogError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(
+            str(error), style="red", markup=False, highlight=False, soft_wrap=True
+        )
         return 2
 
 
@@ -82,7 +84,7 @@ def _positive(text: str) -> float:
 
 def _fuzz(targets: list[Target], limits: Limits, args: argparse.Namespace, console: Console) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True, emoji=False), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         reports = run_session(
             targets,
