@@ -305,7 +305,7 @@ def parser() -> argparse.ArgumentParser:
     _add_reporting(run)
 
     run.add_argument(
-        "--triage", type=int, default=5, metavar="N", help="look into the first N failing cases (5)"
+        "--triage", type=_count, default=5, metavar="N", help="look into the first N failing cases (5)"
     )
 
     triage = commands.add_parser("triage", help="find the first stage at which scenarios go wrong")
@@ -356,6 +356,16 @@ def parser() -> argparse.ArgumentParser:
             "--data", type=Path, metavar="DIR", help="directory with golden/ and scenarios/ (the suite's own)"
         )
     return root
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
+
+
+_count.__name__ = "number of cases"  # what argparse calls it
 
 
 def _add_selection(parser: argparse.ArgumentParser, *, several: bool = False) -> None:

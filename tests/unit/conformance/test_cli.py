@@ -132,6 +132,12 @@ def test_an_unknown_argument_exits_with_2(run: Run) -> None:
     assert caught.value.code == 2
 
 
+def test_a_negative_number_of_cases_to_look_into_exits_with_2(run: Run) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("run", "--engine", RIGHT, "--triage", -1)
+    assert caught.value.code == 2
+
+
 def test_the_report_of_a_run_is_compared_with_that_of_another_and_summed_up(run: Run, tmp_path: Path) -> None:
     right, wrong, summary = tmp_path / "right.json", tmp_path / "wrong.json", tmp_path / "s.md"
     assert run("run", "--engine", RIGHT, "toy/one", "--json", right)[0] == 0
