@@ -29,10 +29,13 @@ _STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 
 
 def write_markdown(path: Path, text: str) -> None:
-    """Write a summary in place of what is there; append it to the file that $GITHUB_STEP_SUMMARY names."""
+    """Write a summary in place of what is there; append it to the file that $GITHUB_STEP_SUMMARY names.
+
+    Half a surrogate pair, which an engine's text may hold and UTF-8 does not, is written as its escape.
+    """
     summary = os.environ.get(_STEP_SUMMARY)
     append = summary is not None and Path(summary).absolute() == path.absolute()
-    with path.open("a" if append else "w", encoding="utf-8") as file:
+    with path.open("a" if append else "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
 
 

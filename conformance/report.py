@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -23,6 +24,9 @@ from conformance.verdicts import Finding, Power, Verdict
 from conformance.waivers import Waiver
 
 __all__ = ["as_json", "as_junit", "nothing_judged", "print_case", "print_summary", "run_fails"]
+
+#: What XML 1.0 has no way to write: control characters, halves of surrogate pairs.
+_NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _COLOURS: Mapping[Verdict, str] = {
     Verdict.PASS: "green",
@@ -219,7 +223,10 @@ def _plain_place(
 
 
 def as_junit(outcomes: Sequence[Outcome], stale: Sequence[tuple[Waiver, str]]) -> str:
-    """The run as JUnit XML: one suite per area, one case per scenario and point."""
+    """The run as JUnit XML: one suite per area, one case per scenario and point.
+
+    A character that XML cannot hold, such as those of a terminal's colours, is written as its escape.
+    """
     root = ElementTree.Element("testsuites", name="conformance")
     areas: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
@@ -251,7 +258,8 @@ def as_junit(outcomes: Sequence[Outcome], stale: Sequence[tuple[Waiver, str]]) -
             case = ElementTree.SubElement(suite, "testcase", classname="waivers", name=waiver.scenario)
             ElementTree.SubElement(case, "failure", message=Verdict.STALE.value).text = why
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    text = ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    return _NOT_XML.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def _word(verdict: Verdict) -> str:

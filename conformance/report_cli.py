@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from conformance.html.page import render
+from conformance.html.page import write_page
 from conformance.markdown import run_markdown, write_markdown
 from conformance.saved_report import ReportError, read_report
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         reports = [read_report(path, other_editions=args.across_editions) for path in args.reports]
         if args.html is not None:
-            args.html.write_text(render(reports), encoding="utf-8")
+            write_page(args.html, reports)
         if args.markdown is not None:
             write_markdown(args.markdown, "\n".join(run_markdown(report) for report in reports))
     except (ReportError, OSError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conformance.distribute import Declared
 from conformance.environment import describe_environment
-from conformance.html.page import render
+from conformance.html.page import write_page
 from conformance.markdown import run_markdown, write_markdown
 from conformance.report import as_json, as_junit
 from conformance.saved_report import parse_report
@@ -56,4 +56,4 @@ def write_reports(
     if args.markdown:
         write_markdown(args.markdown, run_markdown(parse_report(text, "this run")))
     if args.html:
-        args.html.write_text(render([parse_report(text, "this run")]), encoding="utf-8")
+        write_page(args.html, [parse_report(text, "this run")])

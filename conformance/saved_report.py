@@ -195,7 +195,11 @@ def read_report(path: Path, *, other_editions: bool = False) -> Report:
         ReportError: not JSON, no report, or one of another schema or edition.
         OSError: the file cannot be read.
     """
-    return parse_report(path.read_text(encoding="utf-8"), str(path), other_editions=other_editions)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ReportError(f"{path}: not JSON in UTF-8: {error}") from error
+    return parse_report(text, str(path), other_editions=other_editions)
 
 
 def parse_report(text: str, name: str, *, other_editions: bool = False) -> Report:

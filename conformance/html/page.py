@@ -23,7 +23,7 @@ from conformance.report import telling
 from conformance.saved_report import Report, SavedCase
 from conformance.verdicts import Finding, Verdict
 
-__all__ = ["render"]
+__all__ = ["render", "write_page"]
 
 _HERE = Path(__file__).parent
 
@@ -141,6 +141,11 @@ class _Row:
     @property
     def cases(self) -> list[_Shown]:
         return [shown for cell in self.cells for shown in cell]
+
+
+def write_page(path: Path, reports: Sequence[Report]) -> None:
+    """Write the page; half a surrogate pair, which an engine's text may hold, is written as its escape."""
+    path.write_text(render(reports), encoding="utf-8", errors="backslashreplace")
 
 
 def render(reports: Sequence[Report]) -> str:

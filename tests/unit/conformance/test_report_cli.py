@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from conformance.adapters.fake import FakeEngine
 from conformance.adapters.fake_model import write_toy_suite
 from conformance.cli import main
 
@@ -54,6 +56,30 @@ def test_a_file_that_is_no_report_exits_with_2(tmp_path: Path, capsys: pytest.Ca
     assert main(["report", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]) == 2
     assert "not a report" in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()
+
+
+def test_a_file_in_another_encoding_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.json").write_text("{}", encoding="utf-16")
+    assert main(["report", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]) == 2
+    assert "not JSON in UTF-8" in capsys.readouterr().err
+
+
+def test_text_that_no_file_can_hold_is_written_as_its_escape(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("half \ud83d, \x1b[31mred\x1b[0m, whole \U0001f600")
+
+    monkeypatch.setattr(FakeEngine, "submit", fails)
+    files = {kind: tmp_path / f"r.{kind}" for kind in ("json", "html", "markdown", "junit")}
+    assert run(*(item for kind, path in files.items() for item in (f"--{kind}", path))) == 1
+    for kind in ("html", "markdown", "junit"):
+        assert "half \\ud83d, " in files[kind].read_text(encoding="utf-8").replace("\\\\", "\\"), kind
+    told = "".join(ElementTree.parse(files["junit"]).getroot().itertext())
+    assert "\\x1b[31mred\\x1b[0m, whole \U0001f600" in told
+    again = tmp_path / "again.html"
+    assert main(["report", str(files["json"]), "--html", str(again)]) == 0
+    assert again.read_bytes() == files["html"].read_bytes()
 
 
 def test_asking_for_nothing_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
