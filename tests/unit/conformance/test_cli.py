@@ -97,7 +97,7 @@ def test_a_run_in_which_every_case_is_skipped_has_proven_nothing(run: Run, tmp_p
     [
         (["run", "toy/three"], "no scenario matches 'toy/three'"),
         (["run", "--engine", "nope"], "unknown engine 'nope'"),
-        (["run", "--engine", "nope:x"], "engine 'nope:x' cannot be imported from nope:x: ModuleNotFoundError"),
+        (["run", "--engine", "nope:x"], "cannot be imported from nope:x: ModuleNotFoundError"),
         (["run", "--area", "nope"], "no area 'nope'"),
         (["run", "--point", "block_size"], "--point takes OPTION=VALUE, got 'block_size'"),
         (["run", "--model", "other"], "no scenario runs model 'other'; models are toy"),
