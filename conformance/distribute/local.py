@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -44,13 +44,19 @@ class Processes:
     def __init__(self, number: int) -> None:
         self._number = number
         self._workers: list[_Worker] = []
+        self._until_the_end = ExitStack()
 
     def __enter__(self) -> Processes:
+        self._until_the_end.enter_context(_leaving_when_told())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._until_the_end:
+            self._end(at_once=kind is not None)
+
+    def _end(self, *, at_once: bool) -> None:
         for worker in self._workers:
-            worker.dismiss(at_once=kind is not None)
+            worker.dismiss(at_once=at_once)
         for worker in self._workers:
             worker.join()
         self._workers.clear()
@@ -198,6 +204,20 @@ def _serve(pipe: Connection) -> None:
 def _leave(_number: int, _frame: FrameType | None) -> None:
     """Leave as if by an error, so that engines are closed."""
     sys.exit(143)
+
+
+@contextmanager
+def _leaving_when_told() -> Iterator[None]:
+    """SIGTERM, as a cancelled CI job sends it to the command alone, ends its workers with it."""
+    try:
+        before: Any = signal.signal(signal.SIGTERM, _leave)
+    except ValueError:  # not in the main thread, which alone is told
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

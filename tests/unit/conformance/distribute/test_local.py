@@ -201,8 +201,11 @@ def test_an_answer_that_cannot_be_sent_and_a_call_that_raises_are_lost_with_the_
     assert answers[2] == 3
 
 
-def test_an_interrupt_ends_the_workers_and_the_command(data: Path, tmp_path: Path) -> None:
-    """As Ctrl-C sends it: to the command and to its workers at once."""
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_the_workers_and_the_command(
+    data: Path, tmp_path: Path, sent: signal.Signals, status: int
+) -> None:
+    """Ctrl-C goes to the command and its workers at once, a cancelled job's SIGTERM to the command."""
     code = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
@@ -229,10 +232,13 @@ def test_an_interrupt_ends_the_workers_and_the_command(data: Path, tmp_path: Pat
         while len(workers := [p for p in tmp_path.iterdir() if p.name.isdigit()]) < 2:
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
+        if sent is signal.SIGINT:
+            os.killpg(process.pid, sent)
+        else:
+            process.send_signal(sent)
         _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "interrupted" in errors
+    assert process.returncode == status
+    assert ("interrupted" in errors) == (sent is signal.SIGINT)
     assert "Traceback" not in errors
     for worker in workers:
         assert not Path("/proc", worker.name).exists(), "no worker is left"
