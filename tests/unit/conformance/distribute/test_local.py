@@ -224,6 +224,8 @@ def test_an_interrupt_ends_the_workers_and_the_command(
         [*command, "--data", str(data)],
         env={**os.environ, "PYTHONPATH": path},
         start_new_session=True,
+        # What starts a test run in the background may have it ignore interrupts, and it would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         stderr=subprocess.PIPE,
         text=True,
     )
