@@ -19,6 +19,8 @@ __all__ = [
     "CheckSpec",
     "align",
     "expected_text",
+    "first_difference",
+    "how_texts_differ",
     "is_plain_greedy",
     "names_in",
     "same_text",
@@ -40,6 +42,9 @@ _ALTERING: Mapping[str, Any] = {
 
 #: What stands for bytes that are no character.
 _UNFINISHED = "\ufffd"
+
+#: Characters of a long text that a message shows around a difference.
+_AROUND = 40
 
 
 class CheckSpec(Protocol):
@@ -181,7 +186,7 @@ class Case:
         for whose, ids in (("engine", output.prompt_token_ids), ("runner", run.prompt_token_ids)):
             if ids is None or tuple(ids) == record.prompt_token_ids:
                 continue
-            at = _first_difference(ids, record.prompt_token_ids)
+            at = first_difference(ids, record.prompt_token_ids)
             raise CheckFailed(
                 self.fail(
                     check,
@@ -318,6 +323,18 @@ def same_text(shown: str, expected: str) -> bool:
     return shown in (expected, expected.rstrip(_UNFINISHED))
 
 
+def how_texts_differ(shown: str, expected: str) -> str:
+    """Both texts, the shown one first; of long ones what stands around the first character that differs."""
+    at = first_difference(shown, expected)
+    if max(len(shown), len(expected)) <= 3 * _AROUND:
+        return f"{shown!r} for {expected!r}"
+    begin, end = max(0, at - _AROUND // 2), at + _AROUND
+    dots = "…" if begin else ""
+    parts = [f"{dots}{text[begin:end]!r}{'…' if text[end:] else ''}" for text in (shown, expected)]
+    lengths = f"{len(shown)} characters for {len(expected)}"
+    return f"{parts[0]} for {parts[1]} from character {at} on ({lengths})"
+
+
 def names_in(argument: Any) -> list[str]:
     """Request names in an operation's argument: a name, a list of them, or a mapping's keys."""
     if isinstance(argument, str):
@@ -329,6 +346,7 @@ def names_in(argument: Any) -> list[str]:
     return []
 
 
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+def first_difference(a: Sequence[object], b: Sequence[object]) -> int:
+    """The first index at which two sequences differ; the length of the shorter one if there is none."""
     shared = min(len(a), len(b))
     return next((i for i in range(shared) if a[i] != b[i]), shared)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from conformance.adapters.base import EngineError
-from conformance.checks.case import Case, CheckFailed, align, expected_text, same_text
+from conformance.checks.case import Case, CheckFailed, align, expected_text, how_texts_differ, same_text
 from conformance.checks.tokens import judge_id
 from conformance.history import RequestRun
 from conformance.verdicts import Finding, Verdict
@@ -135,7 +135,7 @@ def _text(case: Case, run: RequestRun, wanted: Mapping[str, Any]) -> list[Findin
     problems: list[str] = []
     verdict, remark = Verdict.PASS, f"{len(output.text)} characters as expected"
     if "equals" in wanted and output.text != wanted["equals"]:
-        problems.append(f"text {output.text!r}, expected {wanted['equals']!r}")
+        problems.append(f"text {how_texts_differ(output.text, wanted['equals'])}")
     if wanted.get("golden"):
         record = case.golden(run)
         expected, _ = expected_text(run, record)
@@ -148,7 +148,7 @@ def _text(case: Case, run: RequestRun, wanted: Mapping[str, Any]) -> list[Findin
                 f"text not judged: the ids took another legal way at position {at}",
             )
         elif not same_text(output.text, expected):
-            problems.append(f"text {output.text!r}, the golden's is {expected!r}")
+            problems.append(f"text {how_texts_differ(output.text, expected)}")
     if "streaming" in wanted:
         if not case.has("streaming"):
             return [Finding(Verdict.SKIP, check, name, case.why_missing("streaming"))]

@@ -14,6 +14,8 @@ from conformance.checks.case import (
     CheckInputError,
     align,
     expected_text,
+    first_difference,
+    how_texts_differ,
     is_plain_greedy,
     same_text,
 )
@@ -255,7 +257,7 @@ def _judge_ending(case: Case, run: RequestRun, record: GoldenRecord, output: Eng
             aborted and text.removeprefix(" ").startswith(output.text.removeprefix(" "))
         )
         if not right:
-            fail(f"the ids are right, their text is not: {output.text!r} for {text!r}")
+            fail(f"the ids are right, their text is not: {how_texts_differ(output.text, text)}")
     return failures
 
 
@@ -319,9 +321,7 @@ def _judge_text_only(case: Case, run: RequestRun, record: GoldenRecord) -> Findi
     output = case.output(CHECK, run)
     text, shown = (t.removeprefix(" ") for t in (expected_text(run, record)[0], output.text))
     all_decided = all(is_decided(record, i) for i in range(len(record.token_ids)))
-    shared = 0
-    while shared < min(len(text), len(shown)) and text[shared] == shown[shared]:
-        shared += 1
+    shared = first_difference(text, shown)
     if run.request_id in case.aborted() and text.startswith(shown):
         same = True
     else:
@@ -332,7 +332,7 @@ def _judge_text_only(case: Case, run: RequestRun, record: GoldenRecord) -> Findi
     elif not same and all_decided:
         problem = (
             f"the text differs at character {shared}, though every position is decided: "
-            f"{output.text!r} for {text!r}"
+            f"{how_texts_differ(shown, text)}"
         )
     if problem:
         return case.fail(CHECK, run.request_id, problem, saw="tokens")

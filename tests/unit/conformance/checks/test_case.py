@@ -13,6 +13,7 @@ from conformance.checks.case import (
     CheckInputError,
     align,
     expected_text,
+    how_texts_differ,
     is_plain_greedy,
     names_in,
     same_text,
@@ -196,3 +197,17 @@ def test_the_command_names_scenario_engine_and_point() -> None:
 def test_an_unfinished_character_may_be_held_back_at_the_very_end(shown: str, same: bool) -> None:
     assert same_text(shown, "a\ufffdb\ufffd\ufffd") is same
     assert not same_text("a\ufffdb\ufffd\ufffd", "a\ufffdb")
+
+
+def test_a_message_shows_short_texts_whole_and_long_ones_where_they_part() -> None:
+    assert how_texts_differ("a b", "a c") == "'a b' for 'a c'"
+    shared = "x" * 1000
+    message = how_texts_differ(f"{shared}left{shared}", f"{shared}right")
+    assert f"…'{'x' * 20}left{'x' * 36}'… for …'{'x' * 20}right'" in message
+    assert "character 1000" in message
+    assert "2004 characters for 1005" in message
+
+
+def test_a_message_shows_what_stands_before_an_answer() -> None:
+    answer = "".join(chr(ord("a") + i % 26) for i in range(200))
+    assert how_texts_differ(f"prompt{answer}", answer).startswith("'promptabc")
