@@ -34,6 +34,7 @@ from conformance.adapters.base import (
     sequence_names,
 )
 from conformance.adapters.prompts import engine_error, file_chat, forced_output, forced_prompt
+from conformance.adapters.vllm_checkpoints import loadable
 from conformance.adapters.vllm_exchanges import EXCHANGES, exchange
 from conformance.adapters.vllm_stages import StageTap
 
@@ -277,7 +278,7 @@ class VLLMAdapter:
         """Arguments of `LLM`, plain values only."""
         given = self._options
         arguments: dict[str, Any] = {
-            "model": str(self._source.path),
+            "model": str(loadable(self._source.path)),
             "dtype": given["dtype"],
             "seed": 0,
             "block_size": _CPU_BLOCK,

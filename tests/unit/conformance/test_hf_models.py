@@ -7,8 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,7 +16,6 @@ from conformance.hf_models import (
     NoTruth,
     eos_token_ids,
     has_stateless_rope,
-    load_config,
     load_hf,
     load_tokenizer,
     prompt_token_ids,
@@ -26,46 +23,6 @@ from conformance.hf_models import (
 
 SaveTiny = Callable[..., Path]
 IDS = torch.arange(5, 25)[None]
-
-
-def write_gguf(path: Path, checkpoint: Path, leave_out: str = "") -> Path:
-    """The same Llama as a .gguf file, float32, with q and k rows in llama.cpp's order."""
-    config = load_config(checkpoint)
-    weights = safetensors.load_file(checkpoint / "model.safetensors")
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_eos_token_id(2)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in weights.items():
-        array = tensor.float().numpy()
-        for kind, count in heads.items():
-            if kind in name:
-                split = array.reshape(count, 2, -1, array.shape[1])
-                array = split.swapaxes(1, 2).reshape(array.shape)
-        if name != leave_out:
-            writer.add_tensor(names.get_name(name, (".weight",)), np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@pytest.fixture
-def square_checkpoint(save_tiny: SaveTiny, tmp_path: Path) -> Path:
-    """Transformers takes head_dim of a GGUF Llama as hidden_size / heads, so it must be that."""
-    return save_tiny(tmp_path / "square", hidden_size=32, num_attention_heads=2, head_dim=16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -87,7 +44,11 @@ def test_the_attention_asked_for_is_used(tiny_checkpoint: Path, attention: str) 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gguf_loads_without_accelerate_and_equals_the_safetensors_model_bit_for_bit(
-    square_checkpoint: Path, tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    square_checkpoint: Path,
+    write_gguf: Callable[..., Path],
+    tmp_path: Path,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)  # any import of it fails
     path = write_gguf(tmp_path / "tiny.gguf", square_checkpoint)
@@ -103,7 +64,7 @@ def test_gguf_loads_without_accelerate_and_equals_the_safetensors_model_bit_for_
 
 
 def test_a_changed_gguf_file_is_read_again(
-    square_checkpoint: Path, save_tiny: SaveTiny, tmp_path: Path
+    square_checkpoint: Path, write_gguf: Callable[..., Path], save_tiny: SaveTiny, tmp_path: Path
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", square_checkpoint)
     before = load_hf(path, torch.float32).module.lm_head.weight.clone()
@@ -112,7 +73,9 @@ def test_a_changed_gguf_file_is_read_again(
     assert not torch.equal(load_hf(path, torch.float32).module.lm_head.weight, before)
 
 
-def test_a_gguf_file_that_lacks_a_tensor_is_refused(square_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_that_lacks_a_tensor_is_refused(
+    square_checkpoint: Path, write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     path = write_gguf(tmp_path / "tiny.gguf", square_checkpoint, leave_out=name)
     with pytest.raises(NoTruth, match=f"missing=\\['{name}'\\]"):
