@@ -40,6 +40,7 @@ from conformance.engines import (
 )
 from conformance.environment import shared_environment
 from conformance.models import ModelUnavailable, export_models, list_models, resolve_model
+from conformance.output_files import OutputClash
 from conformance.paths import DataMissing, data_root
 from conformance.report import nothing_judged, print_case, print_summary, reproduce, run_fails
 from conformance.report_files import add_report_options, report_files, write_reports
@@ -61,6 +62,7 @@ from conformance.suite import (
     select_matrix,
     why_foreign,
 )
+from conformance.terminal import Terminal, complain
 from conformance.triage_report import look_into, plain, print_examined
 from conformance.waivers import Waiver, WaiverError, load_waivers
 
@@ -86,6 +88,7 @@ _USAGE_ERRORS = (
     EngineOptionError,
     LabelError,
     ModelUnavailable,
+    OutputClash,
     RecordError,
     ScenarioError,
     SelectionError,
@@ -106,12 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _give_up_unwritable_output()
         if isinstance(error, BrokenPipeError):
             return 1
-        Console(stderr=True, emoji=False).print(
-            str(error), style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        complain(error)
         return 2
     except KeyboardInterrupt:
-        Console(stderr=True, emoji=False).print("interrupted: nothing is judged as a whole", style="red")
+        Terminal(stderr=True).print("interrupted: nothing is judged as a whole", style="red")
         return 130
 
 
@@ -128,7 +129,7 @@ def _command(arguments: Sequence[str]) -> int:
         # Imported when asked for: recording needs torch and Transformers; nothing else here does.
         return int(import_module(_PARTS[arguments[0]][0]).main(arguments[1:]))
     args = parser().parse_args(arguments)
-    return int(args.command(args, Console(highlight=False, emoji=False)))
+    return int(args.command(args, Terminal()))
 
 
 # ---- commands -----------------------------------------------------------------------------------
@@ -146,9 +147,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     with ExitStack() as stack:
         runner = runner_for(args, cases, RecordStore(args.data), partial(_factory, args), stack)
         _must_be_writable(args, args.history)
-        progress = stack.enter_context(
-            Progress(*columns, console=Console(stderr=True, emoji=False), transient=True)
-        )
+        progress = stack.enter_context(Progress(*columns, console=Terminal(stderr=True), transient=True))
         task = progress.add_task(doing(runner, cases, 0), total=len(cases))
         for index, outcome in runner.outcomes(cases, settings, triage=args.triage, histories=args.history):
             given = engines[0] if len(engines) == 1 else outcome.case.engine
@@ -192,7 +191,12 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
 
 
 def _must_be_writable(args: argparse.Namespace, directory: Path | None = None) -> None:
-    """Raise OSError for a report that could not be written, before a run instead of after it."""
+    """Raise for a report that could not be written, before a run instead of after it.
+
+    Raises:
+        OSError: it cannot be written.
+        OutputClash: it would be written over another file of the command.
+    """
     for path in report_files(args):
         path.open("a").close()
     if directory is not None:

@@ -19,6 +19,7 @@ from conformance.direct import Comparison, Question, Side, compare
 from conformance.engines import EngineNotFound, engine_names, find_engine
 from conformance.models import ModelUnavailable, resolve_model
 from conformance.runner import Skipped
+from conformance.terminal import Terminal, complain
 
 __all__ = ["main", "parser", "print_comparison"]
 
@@ -40,11 +41,9 @@ def main(argv: Sequence[str]) -> int:
         if args.json:
             args.json.write_text(json.dumps(found.as_dict(), indent=1), encoding="utf-8")
     except (CanonicalError, EngineNotFound, ModelUnavailable, Skipped, OSError) as error:
-        Console(stderr=True, emoji=False).print(
-            str(error), style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        complain(error)
         return 2
-    print_comparison(Console(highlight=False, emoji=False), found)
+    print_comparison(Terminal(), found)
     return int(found.verdict.fails_run)
 
 

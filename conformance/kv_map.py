@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from rich.console import Console
-
 from conformance.adapters.base import Snapshots
 from conformance.adapters.received import AdapterError, declared
 from conformance.drive import Drive, NoProgress, StepFailed
@@ -23,10 +21,12 @@ from conformance.engines import EngineNotFound, find_engine
 from conformance.kv_drawing import draw_svg, print_map
 from conformance.kv_snapshot import SnapshotError, parse_snapshot
 from conformance.models import ModelUnavailable, resolve_model
+from conformance.output_files import OutputClash, must_not_clash
 from conformance.paths import DataMissing, data_root
 from conformance.runner import Skipped, engine_requests
 from conformance.scenario import Scenario, ScenarioError, load_scenarios
 from conformance.store import RecordError, RecordStore
+from conformance.terminal import Terminal, complain
 
 __all__ = ["MapError", "add_parser", "main", "parser", "run", "snapshot_of"]
 
@@ -57,13 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Carry out a parsed `kv-map` command; returns the exit status."""
     try:
+        must_not_clash({"--svg": args.svg, "--json": args.json}, [Path(args.source)])
         data, title = _snapshot(args)
         snapshot = parse_snapshot(data)
         if args.json:
             args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         if args.svg:
             args.svg.write_text(draw_svg(snapshot, title=title), encoding="utf-8")
-        console = Console(highlight=False, emoji=False)
+        console = Terminal()
         console.print(title, markup=False)
         print_map(console, snapshot, blocks=args.blocks, columns=args.columns)
     except (
@@ -74,15 +75,14 @@ def run(args: argparse.Namespace) -> int:
         ModelUnavailable,
         NoProgress,
         OSError,
+        OutputClash,
         RecordError,
         ScenarioError,
         Skipped,
         SnapshotError,
         StepFailed,
     ) as error:
-        Console(stderr=True, emoji=False).print(
-            f"error: {error}", markup=False, highlight=False, soft_wrap=True
-        )
+        complain(f"error: {error}")
         return 2
     return 0
 

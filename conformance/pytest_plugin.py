@@ -115,12 +115,13 @@ def judge_case(request: pytest.FixtureRequest, record_property: Any) -> Any:
         from conformance.again import with_commands
         from conformance.report import reproduce, telling
         from conformance.suite import apply_waivers, run_case
+        from conformance.terminal import escape_controls
         from conformance.verdicts import Verdict
 
         outcome = run_case(case, run.factory, run.store, root=run.root)
         record_property(_VERDICT, [case.label, outcome.verdict.value])
         [outcome], _stale = apply_waivers([outcome], run.waivers, [])
-        told = "\n".join(_sentence(finding) for finding in telling(outcome.judgement.findings))
+        told = escape_controls("\n".join(_sentence(one) for one in telling(outcome.judgement.findings)))
         if outcome.verdict is Verdict.SKIP:
             pytest.skip(told)
         if outcome.waiver is not None:

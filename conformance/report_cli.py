@@ -9,11 +9,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from conformance.html.page import write_page
 from conformance.markdown import run_markdown, write_markdown
+from conformance.output_files import OutputClash, must_not_clash
 from conformance.saved_report import ReportError, read_report
+from conformance.terminal import complain
 
 __all__ = ["main", "parser"]
 
@@ -39,14 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.html is None and args.markdown is None:
         made.error("nothing to write: give --html FILE or --markdown FILE")
     try:
+        must_not_clash({"--html": args.html, "--markdown": args.markdown}, args.reports)
         reports = [read_report(path, other_editions=args.across_editions) for path in args.reports]
         if args.html is not None:
             write_page(args.html, reports)
         if args.markdown is not None:
             write_markdown(args.markdown, "\n".join(run_markdown(report) for report in reports))
-    except (ReportError, OSError) as error:
-        Console(stderr=True, emoji=False).print(
-            str(error), style="red", markup=False, highlight=False, soft_wrap=True
-        )
+    except (OutputClash, ReportError, OSError) as error:
+        complain(error)
         return 2
     return 0

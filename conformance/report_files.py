@@ -10,12 +10,15 @@ from conformance.distribute import Declared
 from conformance.environment import describe_environment
 from conformance.html.page import write_page
 from conformance.markdown import run_markdown, write_markdown
+from conformance.output_files import must_not_clash
 from conformance.report import as_json, as_junit
 from conformance.saved_report import parse_report
 from conformance.suite import Outcome
 from conformance.waivers import Waiver
 
 __all__ = ["add_report_options", "report_files", "write_reports"]
+
+_OPTIONS = ("json", "junit", "markdown", "html")
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +32,14 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def report_files(args: argparse.Namespace) -> list[Path]:
-    """The files that will be written."""
-    return [path for path in (args.json, args.junit, args.markdown, args.html) if path is not None]
+    """The files that will be written.
+
+    Raises:
+        OutputClash: two of them are one, or one is the file of waivers.
+    """
+    files = {f"--{name}": getattr(args, name) for name in _OPTIONS}
+    must_not_clash(files, [args.waivers])
+    return [path for path in files.values() if path is not None]
 
 
 def write_reports(

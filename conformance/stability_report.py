@@ -40,6 +40,7 @@ from conformance.stability import (
 )
 from conformance.store import RecordStore
 from conformance.suite import Case
+from conformance.terminal import Terminal, complain
 from conformance.verdicts import Verdict
 
 __all__ = ["add_stability_options", "as_plain", "print_stability", "run_stability"]
@@ -80,9 +81,7 @@ def run_stability(
             asked=parse_options(args.vary, "--vary"),
         )
     except NothingVaries as error:
-        Console(stderr=True, emoji=False).print(
-            str(error), style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        complain(error)
         return 2
     if args.json:
         args.json.open("a").close()  # told now, not after an hour
@@ -97,7 +96,7 @@ def run_stability(
     runs: list[Run] = []
     plan = configurations(args.runs, variation)
     console.print(_varied(capabilities, variation), markup=False, highlight=False, soft_wrap=True)
-    with Console(stderr=True, emoji=False).status("") as status:
+    with Terminal(stderr=True).status("") as status:
         for run in repeat(
             cases,
             factory,

@@ -21,6 +21,7 @@ from conformance.doctor.engine import DECLARED_BUT_FAILING, NOT_TRIED, UNKNOWN, 
 from conformance.doctor.reference import examine_reference
 from conformance.engines import engine_names, find_engine, parse_options, with_options
 from conformance.models import resolve_model
+from conformance.terminal import Terminal
 
 __all__ = ["main", "parser"]
 
@@ -30,7 +31,7 @@ _COLOURS = {WORKS: "green", DECLARED_BUT_FAILING: "bold red", NOT_TRIED: "dim", 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     args = parser().parse_args(argv)
-    console = Console(highlight=False, emoji=False)
+    console = Terminal()
     return _engine(args, console) if args.engine else _reference(args, console)
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from conformance.faults.laboratory import FaultError
 from conformance.faults.matrix import choose, judge_all
 from conformance.kill_matrix import Row, save
+from conformance.terminal import Terminal, complain
 
 __all__ = ["main", "parser"]
 
@@ -47,9 +48,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `conformance faults`; returns the exit status."""
     args = parser().parse_args(argv)
-    console = Console(highlight=False, emoji=False)
+    console = Terminal()
     if not console.is_terminal:
-        console = Console(highlight=False, emoji=False, width=_WIDTH)
+        console = Terminal(width=_WIDTH)
     try:
         faults = choose(args.only)
         if args.list:
@@ -58,13 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         began = time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True, emoji=False), transient=True) as bar:
+        with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:
             task = bar.add_task("faults", total=len(faults))
             rows = judge_all(faults, args.jobs, lambda row: bar.update(task, advance=1, description=row.id))
     except (LookupError, FaultError) as error:
-        Console(stderr=True, emoji=False).print(
-            str(error), style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        complain(error)
         return 2
     print_matrix(console, rows)
     console.print(f"{_tally(rows)} in {time.monotonic() - began:.0f} s")

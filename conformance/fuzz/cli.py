@@ -21,6 +21,7 @@ from conformance.fuzz.operations import to_plain
 from conformance.fuzz.oplog import LogError, file_stem, load_log, save_log
 from conformance.fuzz.scenario_file import NotAScenario, as_scenario
 from conformance.fuzz.session import PROFILES, Limits, TargetReport, run_session
+from conformance.terminal import Terminal, complain
 
 __all__ = ["main", "parser", "run"]
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out a parsed `fuzz` command; returns the exit status."""
-    console = Console(highlight=False, emoji=False, soft_wrap=True)
+    console = Terminal(soft_wrap=True)
     try:
         if args.replay is not None:
             return _replay(args, console)
@@ -50,9 +51,7 @@ def run(args: argparse.Namespace) -> int:
         limits = PROFILES[args.profile] if args.minutes is None else Limits(args.minutes * 60, 0)
         return _fuzz(targets, limits, args, console)
     except (TargetNotFound, LogError) as error:
-        Console(stderr=True, emoji=False).print(
-            str(error), style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        complain(error)
         return 2
 
 
@@ -84,7 +83,7 @@ def _positive(text: str) -> float:
 
 def _fuzz(targets: list[Target], limits: Limits, args: argparse.Namespace, console: Console) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True, emoji=False), transient=True) as bar:
+    with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         reports = run_session(
             targets,

@@ -249,6 +249,31 @@ def test_a_place_that_cannot_be_written_is_told_before_the_run(run: Run, tmp_pat
     assert f"{tmp_path / 'file'}" in err.replace("\n", "")
 
 
+def test_two_reports_in_one_file_are_refused_before_the_run(run: Run, tmp_path: Path) -> None:
+    one, again = tmp_path / "r", tmp_path / "." / "r"
+    for command in ("run", "--engine", RIGHT), ("recheck", str(tmp_path)):
+        status, out, err = run(*command, "--html", one, "--json", again)
+        assert (status, out) == (2, "")
+        assert "--json and --html are both" in err
+        assert not one.exists()
+
+
+def test_an_engines_control_characters_are_shown_and_not_obeyed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conformance.adapters.fake import FakeEngine
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("\x1b[2Jgone \x9b31m\rPASS")
+
+    monkeypatch.setattr(FakeEngine, "submit", fails)
+    for command in ("run", "triage"):
+        status, out, _ = run(command, "--engine", RIGHT, "toy/one")
+        assert status == 1
+        assert r"\x1b[2Jgone \x9b31m\rPASS" in out
+        assert not set(out) & {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))}
+
+
 def test_an_adapter_that_raises_at_once_fails_every_case_and_not_the_command(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

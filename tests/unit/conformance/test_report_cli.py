@@ -82,6 +82,17 @@ def test_text_that_no_file_can_hold_is_written_as_its_escape(
     assert again.read_bytes() == files["html"].read_bytes()
 
 
+def test_one_file_for_two_forms_exits_with_2(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, one = tmp_path / "r.json", str(tmp_path / "one")
+    assert run("--json", saved) == 0
+    assert main(["report", str(saved), "--html", one, "--markdown", one]) == 2
+    assert "--html and --markdown are both" in capsys.readouterr().err
+    assert main(["report", str(saved), "--html", str(saved)]) == 2
+    assert "would be written over a file that this command reads" in capsys.readouterr().err
+
+
 def test_asking_for_nothing_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["report", str(tmp_path / "r.json")])
