@@ -48,7 +48,7 @@ def read_history(path: Path) -> History:
     except (ValueError, RecursionError) as error:
         raise ArchiveError(f"{path}: not JSON: {error}") from error
     schema = data.get("schema") if isinstance(data, dict) else None
-    if schema != HISTORY_SCHEMA:
+    if type(schema) is not int or schema != HISTORY_SCHEMA:
         raise ArchiveError(f"{path}: history schema {schema!r}; this suite reads {HISTORY_SCHEMA}: run again")
     try:
         _number_keys(data)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from pydantic import FiniteFloat
 
 from conformance.checks.case import Case, CheckInputError, align, is_plain_greedy
 from conformance.checks.logits import row_errors
@@ -52,10 +53,10 @@ class Gap:
 
     request: str
     source: str
-    M: float
-    R: float
+    M: FiniteFloat
+    R: FiniteFloat
     errors: tuple[float | None, ...]
-    margins: tuple[float, ...]
+    margins: tuple[FiniteFloat, ...]
     other: tuple[int, ...]
     num_positions: int
 

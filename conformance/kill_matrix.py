@@ -66,7 +66,7 @@ def save(path: Path, rows: Sequence[Row]) -> None:
 
 def load(path: Path) -> tuple[Row, ...]:
     """Read what `save` wrote."""
-    return _ROWS.validate_json(path.read_text(encoding="utf-8"))
+    return _ROWS.validate_json(path.read_text(encoding="utf-8"), strict=True)
 
 
 @cache
