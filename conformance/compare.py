@@ -22,7 +22,7 @@ class Kind(Enum):
     FIX         it failed or was waived, and now agrees.
     CHANGE      another class of verdict, but neither of these: a failure that is now skipped or waived,
                 an agreement that is now skipped, FAIL that is now ERROR.
-    NEW         only in the new run.
+    NEW         only in the new run; one that fails counts as a REGRESSION does.
     GONE        only in the old run.
     """
 
@@ -49,6 +49,12 @@ class Difference:
     new: Verdict | None
     why: str
     reproduce: str | None
+
+    @property
+    def fails(self) -> bool:
+        """Whether it makes the comparison fail: it fails now, and did not, or was not there."""
+        new_failure = self.kind is Kind.NEW and self.new is not None and self.new.fails_run
+        return self.kind is Kind.REGRESSION or new_failure
 
     @property
     def verdicts(self) -> str:
@@ -81,11 +87,10 @@ class Comparison:
 
     @property
     def status(self) -> int:
-        """The exit status."""
-        if self.of(Kind.REGRESSION):
-            return 1
-        shared = self.unchanged + len(self.of(Kind.FIX)) + len(self.of(Kind.CHANGE))
-        return 0 if shared else 3
+        """The exit status: 3 where no case is in both runs, else 1 where a difference fails, else 0."""
+        if not self.unchanged and all(one.kind in (Kind.NEW, Kind.GONE) for one in self.differences):
+            return 3
+        return int(any(one.fails for one in self.differences))
 
     @property
     def summary(self) -> str:

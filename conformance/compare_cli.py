@@ -3,7 +3,8 @@
 PASS, NOISE and WEAK are one class: which of them a case gets may depend on the machine. A case that did
 not fail and now does is a REGRESSION, whatever it was before.
 
-Exit status: 0 no regression, 1 at least one, 2 the command or a file is wrong, 3 no case is in both.
+Exit status: 0 neither a regression nor a new case that fails, 1 at least one, 2 the command or a file is
+wrong, 3 no case is in both.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from rich.markup import escape
 
 from conformance.compare import Comparison, Kind, compare, read_side
 from conformance.markdown import compare_markdown, write_markdown
+from conformance.output_files import OutputClash, must_not_clash
 from conformance.saved_report import ReportError
+from conformance.terminal import Terminal, complain
 
 __all__ = ["main", "parser"]
 
@@ -57,18 +60,17 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `compare`; returns the exit status."""
     args = parser().parse_args(argv)
-    console = Console(highlight=False, emoji=False)
+    console = Terminal()
     try:
+        must_not_clash({"--json": args.json, "--markdown": args.markdown}, [args.old, args.new])
         old, new = (read_side(side, other_editions=args.across_editions) for side in (args.old, args.new))
         found = compare(old, new, ignore=args.ignore)
         if args.json:
             args.json.write_text(json.dumps(_plain(found), indent=1) + "\n", encoding="utf-8")
         if args.markdown:
             write_markdown(args.markdown, compare_markdown(found))
-    except (ReportError, OSError) as error:
-        Console(stderr=True, emoji=False).print(
-            str(error), style="red", markup=False, highlight=False, soft_wrap=True
-        )
+    except (OutputClash, ReportError, OSError) as error:
+        complain(error)
         return 2
     _print(console, found)
     return found.status
@@ -82,7 +84,7 @@ def _print(console: Console, found: Comparison) -> None:
         console.print(f"{kind} {escape(one.name)}  {one.verdicts}", soft_wrap=True)
         if one.why:
             console.print(f"           {escape(one.why)}", soft_wrap=True)
-        if one.kind is Kind.REGRESSION and one.reproduce:
+        if one.fails and one.reproduce:
             console.print(f"           again: {escape(one.reproduce)}", soft_wrap=True)
     if found.status == 3:
         console.print("no case is in both runs: nothing was compared", style="bold red")
@@ -91,7 +93,8 @@ def _print(console: Console, found: Comparison) -> None:
 
 def _plain(found: Comparison) -> Mapping[str, Any]:
     return {
-        "regressed": found.status == 1,
+        "failed": found.status == 1,
+        "regressed": bool(found.of(Kind.REGRESSION)),
         "unchanged": found.unchanged,
         "counts": {kind.value: len(found.of(kind)) for kind in Kind},
         "remarks": list(found.remarks),

@@ -75,7 +75,8 @@ def run_markdown(report: Report) -> str:
 
 def compare_markdown(found: Comparison) -> str:
     """Two runs: what regressed in full, the rest by name."""
-    words = {0: "no regression", 1: "regressed", 3: "nothing in common"}
+    worse = "regressed" if found.of(Kind.REGRESSION) else "a new case fails"
+    words = {0: "no regression", 1: worse, 3: "nothing in common"}
     lines = [f"# Compared: {words[found.status]}", "", f"{_text(found.summary)}.", ""]
     if found.remarks:
         lines += [f"- {_text(remark)}" for remark in found.remarks] + [""]
@@ -85,7 +86,7 @@ def compare_markdown(found: Comparison) -> str:
             lines += [f"## {kind.value}", ""]
         for one in group[:_NAMED]:
             lines.append(f"- {_code(one.name)} {one.verdicts}" + (f"<br>{_text(one.why)}" if one.why else ""))
-            if kind is Kind.REGRESSION and one.reproduce:
+            if one.fails and one.reproduce:
                 lines += _block(one.reproduce, "  ")
         if group[_NAMED:]:
             lines.append(f"- and {len(group) - _NAMED} more")

@@ -98,6 +98,13 @@ def test_every_pair_of_verdicts_is_a_regression_exactly_where_the_new_one_alone_
             assert (found.status == 1) is (new.fails_run and not old.fails_run), (old, new)
 
 
+def test_a_new_case_fails_the_comparison_exactly_where_it_fails_a_run() -> None:
+    for verdict in Verdict:
+        found = compare([report(case("PASS"))], [report(case("PASS"), case(verdict.value, "a/new"))])
+        assert [one.kind for one in found.differences] == [Kind.NEW]
+        assert found.status == int(verdict.fails_run), verdict
+
+
 def test_cases_of_one_run_only_are_new_or_gone_and_no_regression() -> None:
     old, new = report(case("PASS"), case("FAIL", "a/old")), report(case("PASS"), case("FAIL", "a/new"))
     found = compare([old], [new])
@@ -105,7 +112,6 @@ def test_cases_of_one_run_only_are_new_or_gone_and_no_regression() -> None:
         (Kind.NEW, "a/new", "- → FAIL"),
         (Kind.GONE, "a/old", "FAIL → -"),
     ]
-    assert found.status == 0
     assert found.summary == "0 REGRESSION, 0 FIX, 0 CHANGE, 1 NEW, 1 GONE, 1 as before"
 
 
@@ -189,6 +195,34 @@ def test_a_regression_is_named_with_its_reason_and_its_command_and_exits_with_1(
     assert summary.read_text(encoding="utf-8").startswith("# Compared: regressed\n")
 
 
+def test_a_new_case_that_fails_is_told_with_its_command_and_exits_with_1(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = files
+    new.write_text(text([case("PASS"), case("FAIL", "c/three")]), encoding="utf-8")
+    differences, summary = tmp_path / "d.json", tmp_path / "d.md"
+    assert main([str(old), str(new), "--json", str(differences), "--markdown", str(summary)]) == 1
+    assert "again: conformance run c/three\n" in capsys.readouterr().out
+    data = json.loads(differences.read_text(encoding="utf-8"))
+    assert (data["failed"], data["regressed"]) == (True, False)
+    told = summary.read_text(encoding="utf-8")
+    assert told.startswith("# Compared: a new case fails\n")
+    assert "conformance run c/three" in told
+
+
+def test_a_difference_is_not_written_over_a_run_or_another_file(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = map(str, files)
+    before = files[0].read_bytes()
+    assert main([old, new, "--json", old]) == 2
+    assert "would be written over a file that this command reads" in capsys.readouterr().err
+    assert files[0].read_bytes() == before
+    both = str(tmp_path / "both")
+    assert main([old, new, "--json", both, "--markdown", both]) == 2
+    assert f"--json and --markdown are both {both}" in capsys.readouterr().err.replace("\n", " ")
+
+
 def test_a_fix_exits_with_0_and_a_run_beside_itself_has_no_difference(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +255,17 @@ def test_directories_hold_one_report_per_engine(tmp_path: Path, capsys: pytest.C
         ("[]", "not a report; conformance run --json FILE writes one"),
         ('{"suite": "0.1.0", "cases": []}', "a report without a schema number; this suite reads"),
         (text([], schema=99), "report schema 99; this suite reads"),
+        (text([], schema=True), "report schema True; this suite reads"),
+        (text([], schema=float(REPORT_SCHEMA)), f"report schema {REPORT_SCHEMA}.0; this suite reads"),
+        (text([], failed="no"), "not a report: failed: Input should be a valid boolean"),
+        (text([case("PASS", seconds=float("nan"))]), "not a report: cases.0.seconds: Input should be a fin"),
+        (text([case("PASS", seconds=float("inf"))]), "not a report: cases.0.seconds: Input should be a fin"),
+        (text([case("PASS", seconds=-1.0)]), "not a report: cases.0.seconds: Input should be greater than"),
+        (text([case("PASS", seconds="1")]), "not a report: cases.0.seconds: Input should be a valid number"),
+        (
+            text([case("PASS", power={"kinds": [], "blind": {}, "judged": True})]),
+            "not a report: cases.0.power.judged: Input should be a valid integer",
+        ),
         (text([], suite="9.9.9"), f"of suite 9.9.9, and this is {EDITION}"),
         (text([case("MAYBE")]), "not a report: cases.0.verdict"),
     ],
