@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import torch
@@ -12,6 +13,9 @@ __all__ = ["DEVICE_ORDER", "pin_numerics", "ran_out_of_memory", "resolve_device"
 
 DEVICE_ORDER = ("cuda", "mps", "cpu")
 """What "auto" tries, first to last; the cpu is always there."""
+
+#: What errors without a type or number of their own say when memory has run out.
+_OUT_OF_MEMORY = ("defaultcpuallocator", "out of memory", "bad_alloc", "_status_alloc_failed")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -55,11 +59,15 @@ def ran_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: that may pass, so it must not be called the fault of a request or a file.
 
     Whoever turns all exceptions of foreign code into an error of its own lets these through, and the
-    step that broke off is done again. On the CPU torch raises a plain RuntimeError for it.
+    step that broke off is done again. The system says it by a number; torch on the CPU, CUDA libraries
+    and Pillow's decoders by nothing but the text of a plain RuntimeError or OSError.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.ENOMEM
+    said = str(error).lower() if isinstance(error, RuntimeError | OSError) else ""
+    return any(sign in said for sign in _OUT_OF_MEMORY)
 
 
 def pin_numerics() -> None:

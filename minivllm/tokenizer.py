@@ -277,6 +277,8 @@ def _from_transformers(directory: Path, **options: str) -> Any:
             str(directory), local_files_only=True, trust_remote_code=False, **options
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        if ran_out_of_memory(error):
+            raise
         where = directory / options.get("gguf_file", "")
         raise ConfigError(f"{where}: the tokenizer cannot be loaded: {error}") from error
 

@@ -28,6 +28,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; a model directory needs it") from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number too long
+        if ran_out_of_memory(error):
+            raise
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")

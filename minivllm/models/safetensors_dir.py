@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minivllm.device import ran_out_of_memory
 from minivllm.errors import ConfigError, UnsupportedError, WeightError
 from minivllm.models.hf_config import read_json
 
@@ -66,6 +67,8 @@ class SafetensorsSource:
             file: Any = safe_open(str(path), framework="pt", device="cpu")
             found = frozenset(file.keys())
         except (SafetensorError, OSError) as error:
+            if ran_out_of_memory(error):
+                raise
             raise WeightError(f"{path} is not a whole safetensors file: {error}") from error
         if expected is not None and found != expected:
             raise WeightError(

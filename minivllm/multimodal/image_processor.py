@@ -14,7 +14,9 @@ import PIL
 from PIL.Image import Image
 from torch import Tensor
 
+from minivllm.device import ran_out_of_memory
 from minivllm.errors import BadMedia, BadParameter, ConfigError
+from minivllm.multimodal.written_settings import written_settings
 
 __all__ = ["ImageProcessor"]
 
@@ -22,6 +24,9 @@ __all__ = ["ImageProcessor"]
 _NOT_SETTINGS = frozenset(
     {"data_format", "device", "disable_grouping", "input_data_format", "return_tensors"}
 )
+
+#: What Transformers raises over a picture that its steps cannot work with.
+_UNFIT = (ArithmeticError, AttributeError, IndexError, TypeError, ValueError)
 
 
 class ImageProcessor:
@@ -39,7 +44,7 @@ class ImageProcessor:
         facts: class, backend and library version, for reports.
 
     Raises:
-        ConfigError: the directory holds no image processor.
+        ConfigError: the directory holds no image processor, or a value that `written_settings` refuses.
         BadParameter: an unknown, refused or malformed setting.
     """
 
@@ -48,11 +53,14 @@ class ImageProcessor:
     ) -> None:
         from transformers import AutoImageProcessor
 
+        written_settings(directory, "image_processor")
         try:
             self.hf: Any = AutoImageProcessor.from_pretrained(
                 str(directory), backend="pil", local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+            if ran_out_of_memory(error):
+                raise
             raise ConfigError(f"{directory} holds no image processor that can be made: {error}") from error
         self._refused = dict(refused or {})
         names = set(self.hf.valid_kwargs.__annotations__) - _NOT_SETTINGS - set(self._refused)
@@ -86,11 +94,13 @@ class ImageProcessor:
         try:
             return dict(self.hf(images, return_tensors="pt", **settings))
         # Memory too: settings may ask for more than any machine has, and nothing is queued yet.
-        except (ArithmeticError, AttributeError, IndexError, MemoryError, TypeError, ValueError) as error:
+        except Exception as error:
+            if not isinstance(error, _UNFIT) and not ran_out_of_memory(error):
+                raise
             first = images[0] if isinstance(images[0], Image) else images[0][0]
             raise BadMedia(
                 f"a picture of {first.width} × {first.height} pixels cannot be processed"
-                f"{f' with {settings}' if settings else ''}: {error or 'not enough memory'}"
+                f"{f' with {settings}' if settings else ''}: {str(error) or 'not enough memory'}"
             ) from error
 
     def _checked(self, settings: Mapping[str, Any]) -> dict[str, Any]:

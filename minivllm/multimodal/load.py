@@ -178,6 +178,8 @@ def _from_file(path: Path) -> Image.Image:
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        if ran_out_of_memory(error):
+            raise
         raise BadMedia(f"the image {_short(str(path))} cannot be read: {error}") from None
     return _from_bytes(data, f"the image {_short(str(path))}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,13 @@ class Qwen2VLProcessor:
                     f"{directory}: {name} is {getattr(self._images.hf, name)} in the image processor's "
                     f"configuration and {wanted} in the model's"
                 )
+        own = self._images.hf.size
+        if not own.shortest_edge <= own.longest_edge:
+            raise ConfigError(
+                f"{directory}: size of pictures has shortest_edge (the fewest pixels) {own.shortest_edge}, "
+                f"which is more than longest_edge (the most) {own.longest_edge}"
+            )
+        self._with_size(self._images.settings({}))  # refused here, not with the first picture
         self._videos = VideoPixels(
             directory, self._images, self._frame_size, self.video_defaults, self.frame_choice
         )
@@ -119,6 +127,8 @@ class Qwen2VLProcessor:
         """
         choosing, others = split_settings(settings)
         merged = self._images.settings(others)
+        any_video = replace(self._videos.choice, do_sample_frames=True)
+        any_video.with_settings(over(self._choosing, choosing))  # refused also where there is none
         items = []
         for source in media:
             if isinstance(source, Mapping | Tensor):
@@ -323,14 +333,24 @@ class Qwen2VLProcessor:
         )
 
     def _times(self, video: Video) -> tuple[float, ...]:
-        """The middle of each group of frames, in seconds."""
+        """The middle of each group of frames, in seconds.
+
+        Raises:
+            BadMedia: one that is no number, as with an fps of 1e-320.
+        """
         times = list(video.timestamps or ())
         if not times:
             fps = video.fps or _DEFAULT_FPS
             times = [index / fps for index in range(len(video.frames))]
         together = self._vision.tower.temporal_patch_size
         times += [times[-1]] * (-len(times) % together)
-        return tuple((times[i] + times[i + together - 1]) / 2 for i in range(0, len(times), together))
+        middles = tuple((times[i] + times[i + together - 1]) / 2 for i in range(0, len(times), together))
+        if not math.isfinite(middles[-1]):
+            raise BadMedia(
+                f"{len(video.frames)} frames have no finite times in seconds: is their fps ({video.fps}) "
+                f"right, or their last timestamp ({times[-1]})?"
+            )
+        return middles
 
     # --- positions ----------------------------------------------------------------------------
 

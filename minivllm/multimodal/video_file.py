@@ -150,6 +150,8 @@ def _opened(source: Path | bytes, what: str) -> Iterator[tuple[InputContainer, V
     try:
         file: BinaryIO = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        if ran_out_of_memory(error):
+            raise
         raise BadMedia(f"{what} cannot be read: {error}") from None
     try:
         with file, av.open(file, "r", options=_OPTIONS) as container:

@@ -21,11 +21,11 @@ from PIL import Image
 from torch import Tensor
 
 from minivllm.errors import BadMedia, ConfigError, UnsupportedError
-from minivllm.models.hf_config import read_json
 from minivllm.multimodal.frame_choice import FrameChoice
 from minivllm.multimodal.image_processor import ImageProcessor
 from minivllm.multimodal.load import Video
 from minivllm.multimodal.video_file import MAX_VIDEO_PIXELS
+from minivllm.multimodal.written_settings import written_settings
 
 __all__ = ["FrameSize", "VideoPixels", "size_for_each_frame", "size_for_whole_video"]
 
@@ -110,7 +110,8 @@ class VideoPixels:
         choice: which frames of a file the model sees.
 
     Raises:
-        ConfigError: patches of another shape than pictures'.
+        ConfigError: patches of another shape than pictures', a value that `written_settings` refuses, or
+            no fewest and most pixels.
         UnsupportedError: the option `cap_pixels_per_frame`.
     """
 
@@ -126,7 +127,7 @@ class VideoPixels:
         self._sizing = sizing
         hf = images.hf
         self._patch, self._merge, self._together = hf.patch_size, hf.merge_size, hf.temporal_patch_size
-        values = {**_DEFAULTS, **defaults, **_written(directory)}
+        values = {**_DEFAULTS, **defaults, **written_settings(directory, "video_processor")}
         for name in ("patch_size", "merge_size", "temporal_patch_size"):
             if values.get(name, getattr(hf, name)) != getattr(hf, name):
                 raise ConfigError(
@@ -135,9 +136,16 @@ class VideoPixels:
         if values.get("cap_pixels_per_frame"):
             raise UnsupportedError(f"{directory}: cap_pixels_per_frame is not implemented for videos")
         own = {name: values[name] for name in _CHOICE if name in values}
+        if own.get("do_sample_frames", True) is None:  # null, which Transformers takes for false
+            own["do_sample_frames"] = False
         self.choice = replace(choice, **own, together=self._together)
-        known = {*_DEFAULTS, *defaults}
-        self._settings = {name: values[name] for name in known} | {"size": with_limits(values)}
+        size = with_limits(values)
+        if not size.get("shortest_edge", math.inf) <= size.get("longest_edge", 0):
+            raise ConfigError(
+                f"{directory}: size of videos must have shortest_edge (the fewest pixels) and longest_edge "
+                f"(the most), which is not less; got {size}"
+            )
+        self._settings = {name: values[name] for name in (*_DEFAULTS, *defaults)} | {"size": size}
 
     def settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The model's settings with those of one request over them."""
@@ -200,15 +208,7 @@ def with_limits(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _size(values: Mapping[str, Any]) -> dict[str, int]:
-    size = values.get("size") or {}
+    size = values.get("size")
+    if not isinstance(size, Mapping):
+        return {}
     return {edge: size[edge] for edge in ("shortest_edge", "longest_edge") if size.get(edge) is not None}
-
-
-def _written(directory: Path) -> dict[str, Any]:
-    nested = directory / "processor_config.json"
-    if nested.exists() and isinstance(found := read_json(nested).get("video_processor"), dict):
-        return found
-    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
-        if (directory / name).exists():
-            return read_json(directory / name)
-    return {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 
-from minivllm.device import DEVICE_ORDER, pin_numerics, resolve_device, total_memory
+from minivllm.device import DEVICE_ORDER, pin_numerics, ran_out_of_memory, resolve_device, total_memory
 from minivllm.errors import ConfigError
 
 
@@ -71,6 +73,39 @@ def test_an_index_past_the_last_device_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_an_unknown_device_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown device '{name}'.*cuda, mps, cpu"):
         resolve_device(name)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 8.00 GiB"),
+        type("ArrayMemoryError", (MemoryError,), {})("as NumPy's"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        OSError("out of memory error when reading image file"),  # Pillow's decoders
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("std::bad_alloc"),
+    ],
+)
+def test_memory_that_ran_out_is_told_whoever_says_so(error: Exception) -> None:
+    assert ran_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOENT, "No such file", "out of memory.png"),
+        OSError("image file is truncated"),
+        RuntimeError("shapes cannot be multiplied"),
+        ValueError("out of memory, says a template"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_other_errors_are_not_memory_that_ran_out(error: BaseException) -> None:
+    assert not ran_out_of_memory(error)
 
 
 def test_pinning_restores_full_precision_whatever_was_set_before() -> None:

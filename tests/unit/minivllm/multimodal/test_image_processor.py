@@ -78,3 +78,19 @@ def test_a_picture_that_the_settings_do_not_suit_is_refused_with_them() -> None:
 def test_a_directory_without_an_image_processor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no image processor"):
         ImageProcessor(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "shortage", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_settings_that_need_more_memory_than_there_is_are_refused(
+    shortage: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = ImageProcessor(DIRECTORY, {})
+
+    def hungry(*_: object, **__: object) -> None:
+        raise shortage
+
+    monkeypatch.setattr(processor, "hf", hungry)
+    with pytest.raises(BadMedia, match=r"112 × 84 pixels cannot be processed: .*memory"):
+        processor([picture()])

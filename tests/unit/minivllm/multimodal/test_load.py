@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import sys
 from collections.abc import Callable
@@ -35,6 +36,19 @@ def as_path(folder: Path) -> Path:
     path = folder / "picture.png"
     path.write_bytes(PNG)
     return path
+
+
+def test_memory_that_runs_out_is_not_called_the_file_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = as_path(tmp_path)
+
+    def read_bytes(_: Path) -> bytes:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        load_image(path)
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,15 @@ def test_timestamps_by_hand(checkpoints: Path) -> None:
         assert [span.first_row for span in placed.spans] == [0, 4]
 
 
+@pytest.mark.parametrize(
+    "times", [{"fps": 1e-320}, {"timestamps": (0.0, 0.0, 1.7e308, 1.7e308)}], ids=["fps", "timestamps"]
+)
+def test_times_that_are_not_finite_are_refused(checkpoints: Path, times: dict[str, Any]) -> None:
+    processor = make(checkpoints, "tiny-qwen3-vl")
+    with pytest.raises(BadMedia, match="4 frames have no finite times in seconds"):
+        processor.expand("video", [Video((picture(64, 64),) * 4, **times)], {})
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_supplied_embeddings_take_the_place_of_pixels(checkpoints: Path, name: str) -> None:
     processor = make(checkpoints, name)

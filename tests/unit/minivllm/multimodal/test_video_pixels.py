@@ -16,6 +16,7 @@ from PIL import Image
 
 import minivllm.multimodal.video_pixels as module
 from minivllm.errors import BadMedia, ConfigError, UnsupportedError
+from minivllm.multimodal.frame_choice import FrameChoice
 from minivllm.multimodal.image_processor import ImageProcessor
 from minivllm.multimodal.load import Video
 from minivllm.multimodal.video_pixels import (
@@ -155,6 +156,32 @@ def test_a_directory_that_says_nothing_has_the_family_s_defaults(checkpoints: Pa
     images = ImageProcessor(checkpoints / "tiny-qwen2-vl", {})
     found = VideoPixels(tmp_path, images, size_for_each_frame, DEFAULTS).settings({})
     assert found["size"] == DEFAULTS["size"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"size": {"height": 56, "width": 56}},
+        {"size": {"longest_edge": 9}},
+        {"size": {"shortest_edge": 9, "longest_edge": 8}},
+        {"size": 56},
+        {"min_pixels": 10**6 + 1},
+    ],
+)
+def test_limits_that_leave_no_size_are_refused_when_made(
+    checkpoints: Path, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    images = ImageProcessor(checkpoints / "tiny-qwen2-vl", {})
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(ConfigError, match="size of videos must have shortest_edge"):
+        VideoPixels(tmp_path, images, size_for_each_frame, DEFAULTS)
+
+
+def test_frames_that_are_to_be_chosen_null_are_not_chosen(checkpoints: Path, tmp_path: Path) -> None:
+    images = ImageProcessor(checkpoints / "tiny-qwen2-vl", {})
+    (tmp_path / "preprocessor_config.json").write_text('{"do_sample_frames": null}', encoding="utf-8")
+    found = VideoPixels(tmp_path, images, size_for_each_frame, DEFAULTS, FrameChoice(do_sample_frames=True))
+    assert found.choice.do_sample_frames is False
 
 
 def test_patches_unlike_those_of_pictures_and_capped_pixels_are_refused(
