@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,15 +113,22 @@ class LLMEngine:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """A conversation, with its media in content parts, as a prompt for `add_request`.
+
+        Args:
+            mm_processor_kwargs: settings of the image processor; `add_request` checks them.
 
         Raises:
             BadParameter, UnsupportedError: the messages are malformed; there is no template, or
                 this is a text-only model and they hold media.
         """
         return self._processor.chat_prompt(
-            messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
 
     def media(self, request_id: str) -> RequestMedia:

@@ -51,14 +51,20 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Like `generate`, from one conversation or several, through the chat template."""
-        return self.generate(
-            self.chat_prompts(
-                messages, chat_template=chat_template, add_generation_prompt=add_generation_prompt
-            ),
-            sampling_params,
+        """Like `generate`, from one conversation or several, through the chat template.
+
+        Args:
+            mm_processor_kwargs: settings of the image processor, for all conversations alike.
+        """
+        prompts = self.chat_prompts(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
+        return self.generate(prompts, sampling_params)
 
     def chat_prompts(
         self,
@@ -66,6 +72,7 @@ class LLM:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Prompt]:
         """Conversations as prompts of token ids with their media, one per conversation.
 
@@ -83,6 +90,7 @@ class LLM:
                 conversation,  # type: ignore[arg-type]  # narrowed by the isinstance above
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
+                mm_processor_kwargs=mm_processor_kwargs,
             )
             for conversation in conversations
         ]

@@ -112,6 +112,7 @@ class Processor:
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """A conversation as a prompt of token ids with its media; see `split_conversation`.
 
@@ -135,7 +136,11 @@ class Processor:
             around=self._margins()[1],
         )
         prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
-        return {**prompt, "multi_modal_data": media} if media else prompt
+        if media:
+            prompt["multi_modal_data"] = media
+        if mm_processor_kwargs is not None:
+            prompt["mm_processor_kwargs"] = mm_processor_kwargs
+        return prompt
 
     def _encode(self, prompt: Prompt, sampling: SamplingParams) -> _Encoded:
         if isinstance(prompt, str):
@@ -164,9 +169,9 @@ class Processor:
                 raise UnsupportedError("this model has no tokenizer: give prompt_token_ids")
             text = self._tokenizer.surround(prompt["prompt"], *self._margins())
             encoded = _Encoded(prompt["prompt"], self._tokenizer.encode(text))
-        data, settings = prompt.get("multi_modal_data"), prompt.get("mm_processor_kwargs")
+        data, settings = (_mapping(prompt, name) for name in _WITH_MEDIA)
         if self._multimodal is not None or data or settings:
-            self._place_media(encoded, data or {}, settings or {})
+            self._place_media(encoded, data, settings)
         return encoded
 
     def _encode_embeds(self, prompt: Mapping[str, Any], sampling: SamplingParams) -> _Encoded:
@@ -184,17 +189,17 @@ class Processor:
         span = MediaSpan(0, length, item.modality, item.content_hash)
         return _Encoded(None, [0] * length, (span,), {item.content_hash: item})
 
-    def _place_media(self, encoded: _Encoded, data: Any, settings: Any) -> None:
+    def _place_media(self, encoded: _Encoded, data: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Load, process and expand the media of a prompt, in place."""
         family = self._family()
-        if not isinstance(settings, Mapping):
-            raise BadParameter(f"mm_processor_kwargs is a mapping, got {settings!r}")
         limits = self._resolved.engine.limit_mm_per_prompt or {}
         media = read_media(data, self._resolved.model.hidden_size, limits)
         for modality in media:
             if modality not in family.modalities:
                 known = " and ".join(family.modalities)
                 raise UnsupportedError(f"{self._resolved.model.architecture} takes {known}, got {modality}")
+        if not media:
+            family.expand(family.modalities[0], (), settings)  # unknown ones are refused all the same
         expansions = {modality: family.expand(modality, items, settings) for modality, items in media.items()}
         for modality, found in expansions.items():
             if len(found) != len(media[modality]):
@@ -256,6 +261,15 @@ def _check_types(request_id: object, sampling: object, priority: object, cache_s
         raise BadParameter(f"priority must be an integer, got {priority!r}")
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise BadParameter(f"cache_salt must be text or None, got {cache_salt!r}")
+
+
+def _mapping(prompt: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = prompt.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise BadParameter(f"{name} is a mapping, got {value!r}")
+    return value
 
 
 def _stage_names(capture: object) -> frozenset[str]:

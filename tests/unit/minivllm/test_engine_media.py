@@ -377,6 +377,9 @@ class TestRefusals:
             ({"multi_modal_data": {"sound": RED}}, BadParameter, "unknown multi_modal_data"),
             ({"mm_processor_kwargs": {"min_pixel": 1}}, BadParameter, "unknown image processor settings"),
             ({"mm_processor_kwargs": 5}, BadParameter, "mm_processor_kwargs is a mapping"),
+            ({"mm_processor_kwargs": []}, BadParameter, "mm_processor_kwargs is a mapping"),
+            ({"mm_processor_kwargs": {"fps": "2"}}, BadParameter, "fps must be a positive number"),
+            ({"multi_modal_data": np.ones(2)}, BadParameter, "multi_modal_data is a mapping"),
             (
                 {"multi_modal_data": {"image": picture(336, 252, 5)}},
                 CapacityError,
@@ -448,6 +451,10 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match="text-only model"):
             engine.chat_prompt(ask(RED, "What?"))
         assert not engine.has_unfinished_requests()
+
+    def test_of_settings_without_media(self, engine: LLMEngine) -> None:
+        prompt = {"prompt": "x", "mm_processor_kwargs": {"min_pixel": 1}}
+        self.refused(engine, prompt, BadParameter, "unknown image processor settings")
 
     def test_of_settings_of_the_engine(self, make: Make) -> None:
         with pytest.raises(ConfigError, match="mm_processor_kwargs: unknown image processor settings"):
@@ -571,6 +578,25 @@ def test_llm_chats_about_files_and_bytes_alike(checkpoints: Path, tmp_path: Path
         {"prompt_token_ids": outputs[0].prompt_token_ids, "multi_modal_data": {"image": RED}}, GREEDY
     )
     assert generated.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+
+
+def test_llm_chats_with_settings_of_the_image_processor(checkpoints: Path) -> None:
+    llm = LLM(model=str(checkpoints / "tiny-qwen2-vl"), num_kv_blocks=64, max_model_len=256)
+    talks, small = [ask(picture(112, 112, 7), "What?"), ask("What?")], {"max_pixels": 56 * 56}
+    outputs = llm.chat(talks, GREEDY, mm_processor_kwargs=small)
+    prompts = [{**llm.engine.chat_prompt(talk), "mm_processor_kwargs": small} for talk in talks]  # type: ignore[dict-item]
+    assert [o.prompt_token_ids for o in outputs] == [
+        o.prompt_token_ids for o in llm.generate(prompts, GREEDY)
+    ]
+    assert len(outputs[0].prompt_token_ids) == len(llm.chat(talks, GREEDY)[0].prompt_token_ids) - 12
+    with pytest.raises(BadParameter, match="unknown image processor settings"):
+        llm.chat(talks[1], GREEDY, mm_processor_kwargs={"max_pixel": 1})
+    with pytest.raises(BadParameter, match="mm_processor_kwargs is a mapping, got 5"):
+        llm.chat(talks[0], GREEDY, mm_processor_kwargs=5)  # type: ignore[arg-type]  # wrong on purpose
+    blind = LLM(model=str(checkpoints / "tiny-llama"), num_kv_blocks=64)
+    with pytest.raises(UnsupportedError, match="text-only model"):
+        blind.chat(talks[1], GREEDY, mm_processor_kwargs=small)
+    assert not llm.engine.has_unfinished_requests()
 
 
 def test_a_snapshot_tells_which_part_of_which_picture_is_in_which_block(make: Make) -> None:
