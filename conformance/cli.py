@@ -29,7 +29,7 @@ from conformance.archive import ArchiveError, read_histories
 from conformance.catalogue import lint_suite, print_explanation, print_list
 from conformance.digest import digest_of
 from conformance.distribute import ClusterError, Declared, LabelError, Settings
-from conformance.distribute.options import add_distribution_options, doing, runner_for
+from conformance.distribute.options import NoWorkers, add_distribution_options, doing, runner_for
 from conformance.engines import (
     EngineNotFound,
     EngineOptionError,
@@ -88,6 +88,7 @@ _USAGE_ERRORS = (
     EngineOptionError,
     LabelError,
     ModelUnavailable,
+    NoWorkers,
     OutputClash,
     RecordError,
     ScenarioError,
@@ -141,7 +142,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     engines = args.engine or ["minivllm"]
     names = [_engine_name(args, name) for name in engines]
     cases = select_matrix(scenarios, _selection(args), names, args.devices)
-    settings = Settings(parse_options(args.engine_option), args.strict, args.data)
+    settings = Settings(parse_options(args.engine_option), args.strict, args.data, limit=args.case_timeout)
     outcomes: dict[int, Outcome] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack:

@@ -130,7 +130,8 @@ def power_line(outcomes: Sequence[Outcome]) -> str:
 
 
 def power_words(judged: Sequence[Power]) -> str:
-    """The same from the power of every case that was judged."""
+    """The same from the power of every case that was not skipped."""
+    judged = [power for power in judged if power.is_known]
     kinds = Counter(kind for power in judged for kind in power.kinds)
     positions = sum(power.judged for power in judged)
     shown = ", ".join(f"{kind} in {count}" for kind, count in kinds.most_common()) or "nothing"
@@ -146,9 +147,10 @@ def power_words(judged: Sequence[Power]) -> str:
 
 def seeded_line(outcomes: Sequence[Outcome], engine: Capabilities) -> str:
     """Which of the seeded faults of the kill matrix the run would have shown."""
-    judged = {(o.case.scenario.id, o.case.point["dtype"]) for o in outcomes if o.verdict is not Verdict.SKIP}
+    looked = [o for o in outcomes if o.verdict is not Verdict.SKIP and o.judgement.power.is_known]
+    judged = {(o.case.scenario.id, o.case.point["dtype"]) for o in looked}
     # What an engine offers may depend on its options (bitwise): evidence that was seen proves it.
-    seen = {kind for o in outcomes if o.verdict is not Verdict.SKIP for kind in o.judgement.power.kinds}
+    seen = {kind for o in looked for kind in o.judgement.power.kinds}
     proved = {feature for kind in seen for feature in KINDS[kind]}
     power = seeded_power(replace(engine, features=engine.features | proved), judged)
     total = len(power.shown) + len(power.blind)

@@ -68,7 +68,7 @@ class Finding:
         saw: what kind of evidence was compared ("tokens", "logprobs", "logits", "bits",
             "behaviour"); "" when nothing was.
         detail: numbers for the report; plain data.
-        reproduce: one command that shows it again; only on FAIL.
+        reproduce: one command that shows it again; only on FAIL and ERROR.
     """
 
     verdict: Verdict
@@ -99,6 +99,11 @@ class Power:
     judged: int = 0
     decided: int = 0
     unjudged: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was judged: a case that ended before its checks could have seen nothing."""
+        return bool(self.kinds or self.blind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,12 +53,14 @@ class Settings:
         strict: minivllm's own bar.
         root: directory with golden/ and scenarios/ where the worker is; None is the suite's own.
         keep_histories: whether a judged case comes back with its history.
+        limit: seconds after which a worker's process is ended, and the case with it; None: never.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
     root: Path | None = None
     keep_histories: bool = False
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class Call:
         function: of this module, so that it can be named to another process.
         engine, device, model: what it is about, for placing it.
         label: for people.
+        limit: seconds it may take, see `Settings`.
     """
 
     function: Callable[..., Any]
@@ -98,6 +101,7 @@ class Call:
     device: str
     model: str
     label: str
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

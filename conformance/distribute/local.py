@@ -70,8 +70,13 @@ class Processes:
                 tries[index] += 1
                 worker.give(index, calls[index])
             self._wait()
-            for worker in [w for w in self._workers if w.index is not None and w.is_done()]:
-                index, answer = worker.take()
+            for worker in [w for w in self._workers if w.index is not None]:
+                if worker.is_done():
+                    index, answer = worker.take()
+                elif worker.is_late():
+                    index, answer = worker.give_up()
+                else:
+                    continue
                 if isinstance(answer, Dead) and tries[index] < TRIES:
                     todo.insert(0, index)
                 else:
@@ -134,9 +139,11 @@ class _Worker:
         self.index: int | None = None
         self.loaded: tuple[str, str] | None = None
         self._began = 0.0
+        self._limit: float | None = None
 
     def give(self, index: int, call: Call) -> None:
-        self.index, self.loaded, self._began = index, (call.engine, call.model), time.perf_counter()
+        self.index, self.loaded = index, (call.engine, call.model)
+        self._began, self._limit = time.perf_counter(), call.limit
         with suppress(BrokenPipeError):  # it is dead: `take` tells
             self.pipe.send(call)
 
@@ -155,7 +162,24 @@ class _Worker:
                 return index, self.pipe.recv()
         self._process.join(PATIENCE)
         reason = f"the worker process died, twice: {ending(self._process.exitcode)}"
-        return index, Dead(reason, time.perf_counter() - self._began)
+        return index, Dead(reason, self._seconds)
+
+    def is_late(self) -> bool:
+        return self._limit is not None and self._seconds > self._limit
+
+    def give_up(self) -> tuple[int, Lost]:
+        """End it; its call, and how long that has taken."""
+        index, self.index = self.index, None
+        assert index is not None
+        seconds = self._seconds
+        self.dismiss(at_once=True)
+        self.join()
+        reason = f"no answer after {seconds:.0f} s: --case-timeout {self._limit:g} has ended its worker"
+        return index, Lost(reason, seconds)
+
+    @property
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._began
 
     def dismiss(self, *, at_once: bool) -> None:
         self.pipe.close()  # it waits for nothing else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -14,13 +15,23 @@ from conformance.runner import EngineFactory
 from conformance.store import RecordStore
 from conformance.suite import Case
 
-__all__ = ["add_distribution_options", "doing", "runner_for"]
+__all__ = ["NoWorkers", "add_distribution_options", "doing", "runner_for"]
+
+
+class NoWorkers(ValueError):
+    """An option is about worker processes, and the run has none; the message names both."""
 
 
 def add_distribution_options(parser: argparse.ArgumentParser) -> None:
     """Add `--jobs`, `--ray` and what belongs to them."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--jobs", type=_positive, default=1, metavar="N", help="run on N processes (1)")
+    parser.add_argument(
+        "--case-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="with --jobs: end the worker of a case that takes longer (never)",
+    )
     where.add_argument("--ray", metavar="ADDRESS", help="run on the Ray cluster at HOST:PORT, or auto")
     parser.add_argument(
         "--ray-resource",
@@ -49,7 +60,13 @@ def runner_for(
     Raises:
         LabelError, ClusterError: with `--ray`.
         EngineNotFound: without.
+        NoWorkers: a time limit without processes that can be ended.
     """
+    if args.case_timeout is not None and args.jobs < 2:
+        raise NoWorkers(
+            "--case-timeout needs --jobs 2 or more: what hangs is ended with its process, and without "
+            "--jobs that is this one"
+        )
     engines = list(dict.fromkeys(case.engine for case in cases))
     if args.ray is not None:
         labels = parse_labels(args.ray_resource, engines, sorted({case.device for case in cases}))
@@ -74,4 +91,12 @@ def _positive(text: str) -> int:
     return number
 
 
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
+
+
+_seconds.__name__ = "number of seconds"
 _positive.__name__ = "positive number"  # what argparse calls it

@@ -162,8 +162,9 @@ def _save(answer: Any, directory: Path | None) -> None:
             (directory / name).write_text(text, encoding="utf-8")
 
 
-def _call(function: Any, case: Case, *arguments: Any) -> Call:
-    return Call(function, arguments, case.engine, case.device, str(case.point["model"]), case.label)
+def _call(function: Any, case: Case, settings: Settings, *arguments: Any) -> Call:
+    model = str(case.point["model"])
+    return Call(function, (settings, *arguments), case.engine, case.device, model, case.label, settings.limit)
 
 
 def _outcome(answer: Any, case: Case) -> Outcome:

@@ -29,7 +29,12 @@ checks: [tokens_match_golden]
 """
 PARSER = parser()
 GIVEN = Invocation(
-    "my.engines:Engine; rm", "two words", ("base_url=http://h/v1?a=b&c", "x=[1, 2]"), True, Path("/d d/x")
+    "my.engines:Engine; rm",
+    "two words",
+    ("base_url=http://h/v1?a=b&c", "x=[1, 2]"),
+    True,
+    Path("/d d/x"),
+    ("--jobs", "3", "--case-timeout", "7.5"),
 )
 
 
@@ -92,9 +97,28 @@ def some_case(root: Path) -> Case:
     return Case(scenario, scenario.points()[0])
 
 
-@pytest.mark.parametrize("command", ["conformance run x --engine engine", None])
-def test_only_findings_that_name_a_command_get_the_whole_one(command: str | None, tmp_path: Path) -> None:
-    finding = Finding(Verdict.FAIL, "c", None, "m", reproduce=command)
-    outcome = Outcome(some_case(tmp_path), Judgement(Verdict.FAIL, (finding,), Power((), {})), 1.0)
+def test_what_ran_on_a_cluster_is_shown_again_there_with_the_labels_of_its_own(tmp_path: Path) -> None:
+    labels = ["mine=left", "theirs=right", "cuda=H200:1"]
+    options = [word for label in labels for word in ("--ray-resource", label)]
+    args = PARSER.parse_args(["run", "--engine", "mine", "--engine", "theirs", "--ray", "h:1", *options])
+    case = replace(some_case(tmp_path), engine="mine", point={**some_case(tmp_path).point, "device": "cuda"})
+    again = PARSER.parse_args(shlex.split(command_for(case, invocation_of(args, "mine")))[1:])
+    assert (again.ray, again.ray_resource) == ("h:1", ["mine=left", "cuda=H200:1"])
+
+
+@pytest.mark.parametrize(
+    ("verdict", "command", "gets_one"),
+    [
+        (Verdict.FAIL, "conformance run x --engine engine", True),
+        (Verdict.FAIL, None, False),
+        (Verdict.ERROR, None, True),
+        (Verdict.SKIP, None, False),
+    ],
+)
+def test_errors_and_findings_that_name_a_command_get_the_whole_one(
+    verdict: Verdict, command: str | None, gets_one: bool, tmp_path: Path
+) -> None:
+    finding = Finding(verdict, "c", None, "m", reproduce=command)
+    outcome = Outcome(some_case(tmp_path), Judgement(verdict, (finding,), Power((), {})), 1.0)
     [told] = with_commands(outcome, GIVEN).judgement.findings
-    assert told.reproduce == (command_for(outcome.case, GIVEN) if command else None)
+    assert told.reproduce == (command_for(outcome.case, GIVEN) if gets_one else None)

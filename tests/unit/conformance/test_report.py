@@ -157,6 +157,18 @@ def test_skipped_cases_have_no_power() -> None:
     assert text == "Power: of 0 cases judged, a fault would have shown by nothing."
 
 
+def test_a_case_that_ended_before_its_checks_has_no_power() -> None:
+    name, engine = (
+        "scheduling/batch-composition",
+        Capabilities("mine", "1", ("float32",), frozenset(FEATURES)),
+    )
+    seen, lost = outcome(Verdict.PASS, name=name), outcome(Verdict.ERROR, name=name, power=Power((), {}))
+    assert power_line([seen, lost]) == power_line([seen])
+    assert seeded_line([seen, lost], engine) == seeded_line([seen], engine)
+    assert "Seeded faults: 0 of " not in seeded_line([seen], engine)
+    assert "Seeded faults: 0 of " in seeded_line([lost], engine)
+
+
 def test_evidence_that_was_seen_counts_though_the_engine_offers_it_only_under_an_option() -> None:
     engine = Capabilities("mine", "1", ("float32",), frozenset(FEATURES) - {"bitwise"})
     name = "scheduling/batch-composition"

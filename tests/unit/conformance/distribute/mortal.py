@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from conformance.adapters.base import ModelSource
 from conformance.adapters.fake import FakeEngine, fake_engine
 
-__all__ = ["DiesOnce", "Killed", "Wrong"]
+__all__ = ["DiesOnce", "Hangs", "Killed", "Wrong"]
 
 Wrong = fake_engine(fault="wrong_token")
 
@@ -37,6 +38,13 @@ class Killed(_Ends):
 
     def _end(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Hangs(_Ends):
+    """It never comes back."""
+
+    def _end(self) -> None:
+        time.sleep(600)
 
 
 class DiesOnce(_Ends):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,9 @@ def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     return command
 
 
-def without_seconds(report: Path) -> Any:
-    values = json.loads(report.read_text(encoding="utf-8"))
+def same_for_any_number(report: Path) -> Any:
+    """A report without its seconds, and without --jobs in its commands."""
+    values = json.loads(re.sub(r" --jobs \d", "", report.read_text(encoding="utf-8")))
     for case in values["cases"]:
         del case["seconds"]
     return values
@@ -81,7 +84,7 @@ def test_the_reports_of_two_processes_are_those_of_one(run: Run, tmp_path: Path)
             for path in histories.iterdir()
         }
         xml = re.sub(r' time="[^"]*"', "", junit.read_text(encoding="utf-8"))
-        told.append((status, without_seconds(report), xml, answers, out.count("WAIVED toy/two")))
+        told.append((status, same_for_any_number(report), xml, answers, out.count("WAIVED toy/two")))
     assert told[0] == told[1]
     assert told[0][0] == 1
 
@@ -92,6 +95,30 @@ def test_a_worker_that_dies_costs_its_case_only(run: Run) -> None:
     assert out.count("PASS   toy/") == 2
     assert out.count("ERROR  toy/") == 2
     assert out.count("the worker process died, twice: killed by SIGKILL") == 2
+    assert "Power: of 2 cases judged, " in out, "the others could have seen nothing"
+    for name in ("one", "two"):
+        assert f"again: conformance run toy/{name} --engine mortal:Killed --model toy " in out
+
+
+def test_the_command_of_a_case_that_a_worker_ran_has_a_worker_run_it(run: Run) -> None:
+    """A worker has one thread, wherever OMP_NUM_THREADS does not say otherwise, and dies alone."""
+    _, out, _ = run("--engine", "mortal:Killed", "--jobs", "2", "toy/one")
+    [again] = [line for line in out.splitlines() if "again: " in line]
+    words = shlex.split(again.partition("again: conformance run ")[2])
+    assert ("--jobs", "2") in pairwise(words)
+    status, out, _ = run(*words)
+    assert (status, out.count("ERROR  toy/one[block_size=4]")) == (1, 1)
+    assert "the worker process died, twice: killed by SIGKILL" in out
+
+
+def test_a_case_that_hangs_is_an_error_that_says_how_long(run: Run) -> None:
+    options = ["--jobs", "2", "--case-timeout", "1", "--point", "block_size=4"]
+    status, out, _ = run("--engine", "mortal:Hangs", *options)
+    assert status == 1
+    assert out.count("ERROR  toy/") == 2
+    told = r"no answer after \d+ s: --case-timeout 1 has ended its worker"
+    assert len(re.findall(told, out)) == 2
+    assert "--jobs 2 --case-timeout 1\n" in out, "the command hangs no longer than that, too"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +163,7 @@ def test_engines_are_a_matrix(run: Run, tmp_path: Path) -> None:
         assert f"PASS   toy/one[engine={RIGHT}, device=auto, block_size=1]" in out
         assert "WAIVED toy/two[engine=mortal:Wrong, device=auto, block_size=1]" in out
         assert "mortal:Wrong on auto: 2 WAIVED." in out
-        shown.append(without_seconds(report))
+        shown.append(same_for_any_number(report))
     assert shown[0] == shown[1]
     assert [(case["scenario"], case["engine"], case["verdict"]) for case in shown[0]["cases"]] == [
         ("toy/one", RIGHT, "PASS"),
@@ -154,6 +181,8 @@ def test_engines_are_a_matrix(run: Run, tmp_path: Path) -> None:
         (["--engine", RIGHT, "--engine", RIGHT], "named twice: conformance.adapters.fake:FakeEngine"),
         (["--engine", "hf", "--engine", RIGHT, "--variant", "sdpa"], "--variant is of one engine"),
         (["--engine", "nope", "--jobs", "2"], "unknown engine 'nope'"),
+        (["--engine", RIGHT, "--case-timeout", "9"], "--case-timeout needs --jobs 2 or more"),
+        (["--engine", RIGHT, "--case-timeout", "9", "--ray", "auto"], "--case-timeout needs --jobs 2"),
     ],
 )
 def test_a_wrong_matrix_is_refused(run: Run, arguments: list[str], message: str) -> None:
@@ -168,11 +197,22 @@ def test_jobs_is_a_positive_number(run: Run, capsys: pytest.CaptureFixture[str])
     assert "argument --jobs: invalid positive number value: '0'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "x"])
+def test_a_time_limit_is_a_number_of_seconds(
+    run: Run, seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run("--jobs", "2", f"--case-timeout={seconds}")
+    assert f"--case-timeout: invalid number of seconds value: '{seconds}'" in capsys.readouterr().err
+
+
 # ---- the processes themselves -----------------------------------------------------------------------
 
 
-def call(function: Callable[..., Any], *arguments: Any, model: str = "toy") -> Call:
-    return Call(function, arguments, "fake", "cpu", model, "a call")
+def call(
+    function: Callable[..., Any], *arguments: Any, model: str = "toy", limit: float | None = None
+) -> Call:
+    return Call(function, arguments, "fake", "cpu", model, "a call", limit)
 
 
 def test_workers_have_one_thread_and_leave_interrupts_alone() -> None:
@@ -199,6 +239,17 @@ def test_an_answer_that_cannot_be_sent_and_a_call_that_raises_are_lost_with_the_
     assert "the answer cannot be sent: TypeError" in answers[0].reason
     assert answers[1] == Lost("the worker failed: ValueError: invalid literal for int() with base 10: 'x'")
     assert answers[2] == 3
+
+
+def test_a_call_that_takes_too_long_costs_nobody_else() -> None:
+    calls = [call(time.sleep, 600, limit=0.1), call(int, "1"), call(time.sleep, 600, limit=0.1)]
+    with Processes(1) as processes:
+        answers = dict(processes.map([*calls, call(int, "3")]))
+    assert (answers[1], answers[3]) == (1, 3)
+    for place in (0, 2):
+        assert isinstance(answers[place], Lost)
+        assert "--case-timeout 0.1 has ended its worker" in answers[place].reason
+        assert answers[place].seconds > 0.1
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
