@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from conformance.adapters.base import Capabilities, EngineAdapter, ModelSource
+from conformance.adapters.received import declared
+from conformance.models import resolve_model
 from conformance.runner import EngineFactory
 from conformance.scenario import Scenario
 from conformance.store import RecordStore
@@ -34,6 +36,7 @@ __all__ = [
     "plan_variation",
     "repeat",
     "verdict_class",
+    "why_refused",
 ]
 
 #: Options that must not matter → what they are. An engine is varied by those of them it declares.
@@ -82,11 +85,17 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of all cases under one configuration; `outcomes` by the cases' labels."""
+    """What came of all cases under one configuration.
+
+    Attributes:
+        outcomes: by the cases' labels.
+        refused: label of a case that has none → why the engine does not load it so.
+    """
 
     configuration: Configuration
     outcomes: Mapping[str, Outcome]
     seconds: float
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +213,30 @@ def options_for(configuration: Configuration, given: Mapping[str, Any]) -> dict[
     return options
 
 
+def why_refused(
+    case: Case, factory: EngineFactory, configuration: Configuration, root: Path | None = None
+) -> str | None:
+    """Why the engine does not load a case's model under a configuration.
+
+    Returns:
+        None if it does; or if it does not load as it is either, so that the configuration is not why.
+    """
+    given = {**case.scenario.engine, **{k: v for k, v in case.point.items() if k != "model"}}
+    try:
+        source = resolve_model(case.point["model"], root)
+        honoured = {"dtype", "device"} | declared(factory, source, given).options
+        options = {name: value for name, value in given.items() if name in honoured}
+        with factory(source, options):
+            pass
+    except Exception:  # of the engine, or no model: its case has told
+        return None
+    try:
+        with configured(factory, configuration)(source, options):
+            return None
+    except Exception as error:  # code of others
+        return f"{type(error).__name__}: {error}"
+
+
 def repeat(
     cases: Sequence[Case],
     factory: EngineFactory,
@@ -217,20 +250,34 @@ def repeat(
 ) -> Iterator[Run]:
     """Run all cases under one configuration after the other.
 
+    A case that the engine refuses to load under another configuration than the first has no outcome.
+
     Args:
         more: asked before each run but the first two, whether there is time for it.
         tell: called before each case.
     """
+    first: Mapping[str, Outcome] = {}
     for configuration in plan:
         if configuration.number > 2 and not more():
             return
         started = time.perf_counter()
         make = configured(factory, configuration)
-        outcomes = {}
+        outcomes, refused = {}, {}
         for case in cases:
             tell(configuration, case)
-            outcomes[case.label] = run_case(case, make, store, strict=strict, root=root)
-        yield Run(configuration, outcomes, time.perf_counter() - started)
+            outcome = run_case(case, make, store, strict=strict, root=root)
+            if _is_change(first.get(case.label, outcome), outcome):
+                reason = why_refused(case, factory, configuration, root)
+                if reason is not None:
+                    refused[case.label] = reason
+                    continue
+            outcomes[case.label] = outcome
+        first = first or outcomes
+        yield Run(configuration, outcomes, time.perf_counter() - started, refused)
+
+
+def _is_change(before: Outcome, after: Outcome) -> bool:
+    return verdict_class(before.verdict) != verdict_class(after.verdict)
 
 
 def changes(runs: Sequence[Run]) -> list[Change]:
@@ -240,6 +287,6 @@ def changes(runs: Sequence[Run]) -> list[Change]:
     for run in runs[1:]:
         for label, after in run.outcomes.items():
             before = first.outcomes[label]
-            if verdict_class(before.verdict) != verdict_class(after.verdict):
+            if _is_change(before, after):
                 found.append(Change(label, first.configuration, before, run.configuration, after))
     return found

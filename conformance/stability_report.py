@@ -1,7 +1,7 @@
 """The command `conformance stability`: what it takes, prints and writes.
 
-Exit status: 0 no verdict changed its class, 1 one did, 2 nothing of the engine can be varied, or the
-command is wrong, 3 nothing was judged.
+Exit status: 0 no verdict changed its class, 1 one did, 2 nothing of the engine can be varied, it refuses
+what it is varied by, or the command is wrong, 3 nothing was judged.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from conformance.stability import (
     options_for,
     plan_variation,
     repeat,
+    why_refused,
 )
 from conformance.store import RecordStore
 from conformance.suite import Case
@@ -74,12 +75,10 @@ def run_stability(
     try:
         if args.runs < 2:
             raise NothingVaries(f"--runs must be at least 2, to have something to compare; got {args.runs}")
-        variation = plan_variation(
-            capabilities,
-            scenarios,
-            given=parse_options(args.engine_option),
-            asked=parse_options(args.vary, "--vary"),
-        )
+        given, asked = parse_options(args.engine_option), parse_options(args.vary, "--vary")
+        variation = plan_variation(capabilities, scenarios, given=given, asked=asked)
+        for option in asked:
+            _must_be_taken(option, variation.values[option], cases, factory, capabilities, args.data)
     except NothingVaries as error:
         complain(error)
         return 2
@@ -110,7 +109,9 @@ def run_stability(
             runs.append(run)
             changed = len(changes([runs[0], run]))
             counts = ", ".join(f"{n} {verdict}" for verdict, n in _counts(run).items())
-            text = f"{run.configuration}: {counts}; {changed} changed; {run.seconds:.0f} s"
+            refused = f", {len(run.refused)} refused" if run.refused else ""
+            text = f"{run.configuration}: {counts or 'none judged'}; {changed} changed{refused}; "
+            text += f"{run.seconds:.0f} s"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
             if args.json:
                 plain = as_plain(runs, args.runs, capabilities, variation, invocation)
@@ -118,7 +119,29 @@ def run_stability(
     print_stability(console, runs, args.runs, capabilities, invocation)
     if changes(runs):
         return 1
+    if not any(run.outcomes for run in runs[1:]):
+        complain(f"{capabilities.engine} refuses everything it was varied by: nothing was compared")
+        return 2
     return 3 if set(_counts(*runs)) == {Verdict.SKIP.value} else 0
+
+
+def _must_be_taken(
+    option: str,
+    values: Sequence[Any],
+    cases: Sequence[Case],
+    factory: EngineFactory,
+    engine: Capabilities,
+    root: Path | None,
+) -> None:
+    """Raise NothingVaries for a value that the engine refuses, in the first case that leaves the option."""
+    free = [case for case in cases if option not in {**case.scenario.engine, **case.point}]
+    for case in free[:1]:
+        for value in values:
+            reason = why_refused(case, factory, Configuration(0, {option: value}), root)
+            if reason is not None:
+                raise NothingVaries(
+                    f"--vary {option}: {engine.engine} refuses {value!r} for {case.label}: {reason}"
+                )
 
 
 def print_stability(
@@ -128,7 +151,8 @@ def print_stability(
     used = [verdict.value for verdict in Verdict if verdict.value in _counts(*runs)]
     options = list(dict.fromkeys(name for run in runs for name in run.configuration.options))
     table = Table(box=None, pad_edge=False)
-    for name in ("run", *options, *used, "changed", "seconds"):
+    refusing = any(run.refused for run in runs)
+    for name in ("run", *options, *used, "changed", *(["refused"] if refusing else []), "seconds"):
         table.add_column(name, justify="right")
     for run in runs:
         given, counts = run.configuration.options, _counts(run)
@@ -137,6 +161,7 @@ def print_stability(
             *(escape(str(given.get(name, ""))) for name in options),
             *(str(counts.get(verdict, "")) for verdict in used),
             str(len(changes([runs[0], run])) or ""),
+            *([str(len(run.refused) or "")] if refusing else []),
             f"{run.seconds:.1f}",
         )
     console.print()
@@ -151,6 +176,10 @@ def print_stability(
         console.print(f"  {change.told}", markup=False, highlight=False, soft_wrap=True)
         for line in _commands(change, invocation):
             console.print(f"  again: {line}", markup=False, highlight=False, soft_wrap=True)
+    refusals = Counter(reason for run in runs for reason in run.refused.values())
+    for reason, count in refusals.items():
+        text = f"left out, as {engine.engine} does not load so ({count} times): {reason}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     failing = sorted(label for label, outcome in runs[0].outcomes.items() if outcome.verdict.fails_run)
     cases = len(runs[0].outcomes)
     text = f"{engine.engine} {engine.version}, suite {EDITION}: {len(found)} verdict changes over "
@@ -177,6 +206,7 @@ def as_plain(
                 "options": dict(run.configuration.options),
                 "seconds": round(run.seconds, 3),
                 "verdicts": {label: outcome.verdict.value for label, outcome in run.outcomes.items()},
+                "refused": dict(run.refused),
             }
             for run in runs
         ],

@@ -66,7 +66,10 @@ class _Answer:
 
 
 class HFAdapter:
-    """Transformers with eager attention. Options: "dtype"; "device" must be auto or cpu."""
+    """Transformers with eager attention.
+
+    Options: "dtype"; "threads" (inside operators); "device" must be auto or cpu.
+    """
 
     attention: ClassVar[str] = "eager"
     name: ClassVar[str] = "hf"
@@ -75,6 +78,8 @@ class HFAdapter:
         self._source = model
         self._dtype = str(options.get("dtype", "float32"))
         self._device = str(options.get("device", "auto"))
+        self._threads: int | None = options.get("threads")
+        self._threads_before = torch.get_num_threads()
         self._model: HFModel | None = None
         self._make_prompt: PromptMaker | None = None
 
@@ -82,6 +87,13 @@ class HFAdapter:
         if self._device not in ("auto", "cpu"):
             raise ValueError(f"this adapter runs on the cpu only, got device {self._device!r}")
         transformers.utils.logging.disable_progress_bar()
+        self._load()
+        self._threads_before = torch.get_num_threads()
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        return self
+
+    def _load(self) -> None:
         key = (str(self._source.path), self._dtype, self.attention)
         if key not in _models:
             loaded = load_hf(self._source.path, getattr(torch, self._dtype), self.attention)
@@ -92,12 +104,12 @@ class HFAdapter:
         self._model, self._make_prompt = _models[key]
         if self._source.sha256.startswith("damaged-"):
             del _models[key]
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._model = self._make_prompt = None
+        torch.set_num_threads(self._threads_before)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(
@@ -119,6 +131,7 @@ class HFAdapter:
                     "video",
                 }
             ),
+            options=frozenset({"threads"}),
             missing={"sampling": "greedy only: its random numbers are not ours"},
         )
 

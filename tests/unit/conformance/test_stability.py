@@ -206,6 +206,62 @@ def test_an_engine_that_errs_now_and_then_is_found(run: Run) -> None:
     assert "1 verdict changes over 4 runs of 1 cases" in out
 
 
+class RefusesThreads(FakeEngine):
+    """The toy, which loads on one or two threads only, wherever it is told how many."""
+
+    def __enter__(self) -> FakeEngine:
+        threads = self._options.get("threads", 1)
+        if threads not in (1, 2):
+            raise ValueError(f"{threads} threads: one or two, please")
+        return super().__enter__()
+
+
+def test_what_an_engine_refuses_is_left_out_with_its_reason_and_no_change(run: Run, tmp_path: Path) -> None:
+    report = tmp_path / "r.json"
+    status, out, _ = run(RefusesThreads, "--runs", "4", "--json", report)
+    assert status == 0, out
+    assert "run 4 (placement=4, threads=3, attention_backend=dense): none judged; 0 changed, 1 refused" in out
+    reason = "ValueError: 3 threads: one or two, please"
+    assert f"left out, as fake does not load so (1 times): {reason}" in out
+    assert "0 verdict changes over 4 runs of 1 cases" in out
+    runs = json.loads(report.read_text(encoding="utf-8"))["runs"]
+    assert [one["refused"] for one in runs] == [{}, {}, {}, {"toy/one": reason}]
+    assert runs[3]["verdicts"] == {}
+
+
+def test_a_value_that_is_asked_for_and_refused_is_an_error(run: Run) -> None:
+    status, out, err = run(RefusesThreads, "--runs", "3", "--vary", "threads=[1, 0]")
+    assert (status, out) == (2, "")
+    assert "--vary threads: fake refuses 0 for toy/one: ValueError: 0 threads: one or two, please" in err
+
+
+def test_an_engine_that_refuses_every_configuration_has_not_passed(run: Run) -> None:
+    class RefusesAll(FakeEngine):
+        def __enter__(self) -> FakeEngine:
+            if "placement" in self._options:
+                raise ValueError("no placement, please")
+            return super().__enter__()
+
+    status, out, err = run(RefusesAll, "--runs", "3")
+    assert status == 2
+    assert "does not load so (2 times): ValueError: no placement, please" in out
+    assert "fake refuses everything it was varied by: nothing was compared" in err
+
+
+def test_an_engine_that_fails_to_load_now_and_then_has_changed(run: Run) -> None:
+    entered = count()
+
+    class Flaky(FakeEngine):
+        def __enter__(self) -> FakeEngine:
+            if next(entered) == 1:
+                raise ValueError("not now")
+            return super().__enter__()
+
+    status, out, _ = run(Flaky, "--runs", "2")
+    assert status == 1
+    assert "CHANGED toy/one" in out
+
+
 def test_an_engine_that_always_fails_is_stable_and_that_is_told(run: Run) -> None:
     status, out, _ = run(fake_engine(fault="wrong_token"), "--runs", "2")
     assert status == 0

@@ -175,6 +175,18 @@ def test_it_runs_on_the_cpu_only(tiny_checkpoint: Path) -> None:
         adapter.__enter__()
 
 
+def test_the_number_of_threads_is_an_option_and_is_given_back(tiny_checkpoint: Path) -> None:
+    source, before = ModelSource("tiny", tiny_checkpoint, "w"), torch.get_num_threads()
+    adapter = HFAdapter(source, {"threads": before + 1})
+    assert "threads" in adapter.capabilities().options
+    with adapter:
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    with pytest.raises(RuntimeError, match="positive"), HFAdapter(source, {"threads": 0}):
+        pass
+    assert torch.get_num_threads() == before
+
+
 def test_it_must_be_entered_first(tiny_checkpoint: Path) -> None:
     with pytest.raises(RuntimeError, match="not entered"):
         ask(HFAdapter(ModelSource("tiny", tiny_checkpoint, "w"), {}))
