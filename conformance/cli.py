@@ -64,6 +64,7 @@ from conformance.suite import (
 )
 from conformance.terminal import Terminal, complain
 from conformance.triage_report import look_into, plain, print_examined
+from conformance.verdicts import Verdict
 from conformance.waivers import Waiver, WaiverError, load_waivers
 
 __all__ = ["main", "parser"]
@@ -155,8 +156,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             outcome = with_commands(outcome, invocation_of(args, given))
             outcomes[index] = outcome
             progress.update(task, advance=1, description=doing(runner, cases, len(outcomes)))
-            waived, _ = apply_waivers([outcome], waivers, [])
-            print_case(console, waived[0])
+            _tell(console, outcome, waivers)
         declared = runner.declared(cases, settings)
     ordered = [outcomes[index] for index in range(len(cases))]
     return _finish(args, console, ordered, waivers, [s.id for s in scenarios], declared)
@@ -185,10 +185,17 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
         outcomes.append(outcome)
         engines.append(history.capabilities)
         environments.append(history.environment)
-        print_case(console, apply_waivers([outcome], waivers, [])[0][0])
+        _tell(console, outcome, waivers)
     one = len({(engine.engine, engine.version) for engine in engines}) == 1
     engine, environment = engines[0] if one else None, shared_environment(environments)
     return _finish(args, console, outcomes, waivers, list(by_id), {("", ""): engine}, environment)
+
+
+def _tell(console: Console, outcome: Outcome, waivers: Sequence[Waiver]) -> None:
+    """A judged case as it ends; those skipped are told together."""
+    [waived], _ = apply_waivers([outcome], waivers, [])
+    if waived.verdict is not Verdict.SKIP:
+        print_case(console, waived)
 
 
 def _must_be_writable(args: argparse.Namespace, directory: Path | None = None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.compare import Comparison, Kind
-from conformance.report import telling
+from conformance.report import telling, why_skipped
 from conformance.saved_report import Report, SavedCase
 from conformance.verdicts import Finding, Verdict
 
@@ -66,7 +66,7 @@ def run_markdown(report: Report) -> str:
         lines.append("")
     lines += _areas(report.cases)
     lines += [*_power(report), ""]
-    skipped = Counter(_why(case) for case in report.cases if case.verdict is Verdict.SKIP)
+    skipped = Counter(why_skipped(case.findings) for case in report.cases if case.verdict is Verdict.SKIP)
     if skipped:
         lines += ["## Skipped", ""]
         lines += [f"- {count}: {_text(why)}" for why, count in skipped.most_common(20)] + [""]
@@ -179,10 +179,6 @@ def _named(title: str, cases: Sequence[SavedCase]) -> Iterator[str]:
     if cases[_NAMED:]:
         yield f"- and {len(cases) - _NAMED} more"
     yield ""
-
-
-def _why(case: SavedCase) -> str:
-    return next((finding.message for finding in case.findings), "no reason is given")
 
 
 # ---- words of others ----------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""What a run prints: one line per case, then what failed, then what the run could have seen."""
+"""What a run prints: one line per case judged, then what was skipped, and what the run could have seen."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 from xml.etree import ElementTree
@@ -23,7 +23,18 @@ from conformance.triage import as_lines
 from conformance.verdicts import Finding, Power, Verdict
 from conformance.waivers import Waiver
 
-__all__ = ["as_json", "as_junit", "nothing_judged", "print_case", "print_summary", "run_fails"]
+__all__ = [
+    "as_json",
+    "as_junit",
+    "nothing_judged",
+    "print_case",
+    "print_summary",
+    "run_fails",
+    "why_skipped",
+]
+
+#: Reasons for skipping that are told; an engine may have one for every case.
+_MOST_REASONS = 20
 
 #: What XML 1.0 has no way to write: control characters, halves of surrogate pairs.
 _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -84,7 +95,7 @@ def print_summary(
     *,
     strict_should: bool = False,
 ) -> None:
-    """The table by area, stale waivers, the power line and the last word.
+    """The table by area, why cases were skipped, stale waivers, the power line and the last word.
 
     Args:
         declared: (engine, device) as asked for → what the engine says of itself there.
@@ -104,6 +115,8 @@ def print_summary(
         table.add_row(area, *numbers, f"{sum(outcome.seconds for outcome in group):.1f}")
     console.print()
     console.print(table)
+    for line in _skipped_lines(outcomes):
+        console.print(escape(line), highlight=False, soft_wrap=True)
     for waiver, why in stale:
         text = f"waiver on line {waiver.line} ({escape(waiver.scenario)}): {escape(why)}"
         console.print(f"{_word(Verdict.STALE)} {text}", soft_wrap=True)
@@ -122,6 +135,24 @@ def print_summary(
     else:
         word = "FAILED" if run_fails(outcomes, stale, strict_should=strict_should) else "passed"
     console.print(f"{escape(name)}, suite {EDITION}: {word}", highlight=False)
+
+
+def why_skipped(findings: Sequence[Finding]) -> str:
+    """Why a case was not judged."""
+    return next((one.message for one in findings if one.verdict is Verdict.SKIP), "no reason is given")
+
+
+def _skipped_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """How many cases were skipped for which reason, the commonest first."""
+    skipped = [outcome for outcome in outcomes if outcome.verdict is Verdict.SKIP]
+    reasons = Counter(why_skipped(outcome.judgement.findings) for outcome in skipped)
+    told = reasons.most_common(_MOST_REASONS)
+    if skipped:
+        yield f"Skipped ({len(skipped)} cases; --json FILE or --html FILE names each):"
+        yield from (f"{count:>7}  {reason}" for reason, count in told)
+    if len(reasons) > len(told):
+        rest = len(skipped) - sum(count for _, count in told)
+        yield f"{rest:>7}  {len(reasons) - len(told)} other reasons"
 
 
 def power_line(outcomes: Sequence[Outcome]) -> str:

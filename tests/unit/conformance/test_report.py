@@ -152,6 +152,22 @@ def test_the_power_line_adds_up_what_the_cases_could_have_seen() -> None:
     )
 
 
+def test_skipped_cases_are_counted_by_reason_the_commonest_first() -> None:
+    skips = [outcome(Verdict.SKIP, message=f"no {what} [yet]") for what in ("swap", "image", "image")]
+    text = summary([outcome(Verdict.PASS), *skips])
+    assert "Skipped (3 cases; --json FILE or --html FILE names each):\n" in text
+    assert "\n      2  no image [yet]\n      1  no swap [yet]\n" in text
+    assert "other reasons" not in text
+    assert "Skipped" not in summary([outcome(Verdict.PASS)])
+
+
+def test_of_very_many_reasons_the_rest_is_counted() -> None:
+    skips = [outcome(Verdict.SKIP, message=f"no {number}") for number in (0, *range(23))]
+    assert "\n      4  3 other reasons\n" not in (text := summary(skips))
+    assert "\n      3  3 other reasons\n" in text
+    assert text.count("      1  no ") == 19
+
+
 def test_skipped_cases_have_no_power() -> None:
     text = power_line([outcome(Verdict.SKIP, power=Power((), {}))])
     assert text == "Power: of 0 cases judged, a fault would have shown by nothing."
