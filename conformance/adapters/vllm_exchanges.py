@@ -14,6 +14,8 @@ EXCHANGES: Mapping[str, str] = {
     "short_tower_names": "weights of CLIP and SigLIP are found by the names that Transformers 5 saves: "
     "vision_tower.encoder, not vision_tower.vision_model.encoder "
     "(https://github.com/huggingface/transformers/pull/44431)",
+    "plain_newlines": "Gemma 3's newlines around a picture stay single tokens, for tokenizers that have no "
+    "tokens of several newlines, as that of tiny-gemma3-vision",
     "pillow_pictures": "Pillow resizes pictures instead of torchvision, as where the goldens were made",
 }
 
@@ -24,6 +26,13 @@ _TOWERS = (
     ("vllm.model_executor.models.gemma3_mm", "Gemma3ForConditionalGeneration"),
 )
 _TOWER, _LEVEL = "vision_tower.", "vision_tower.vision_model."
+
+#: Where vLLM's Gemma 3 joins newlines beside a picture into one token, and takes them apart again.
+_NEWLINES = (
+    "_apply_token_matches",
+    "_apply_token_matches_with_placeholders",
+    "_find_mm_placeholders",
+)
 
 #: What of vLLM's was exchanged, as it was.
 _vllms_choice: dict[str, Any] = {}
@@ -58,6 +67,15 @@ def _tower_names(short: bool) -> None:
         model.hf_to_vllm_mapper = chosen | level if short else chosen
 
 
+def _newlines(plain: bool) -> None:
+    from vllm.model_executor.models.gemma3_mm import Gemma3MultiModalProcessor as Gemma
+
+    parent = Gemma.__mro__[1]
+    for name in _NEWLINES:
+        chosen = _vllms_choice.setdefault(name, getattr(Gemma, name))
+        setattr(Gemma, name, getattr(parent, name) if plain else chosen)
+
+
 def _image_backend(pillow: bool) -> None:
     from transformers.models.auto import image_processing_auto
 
@@ -68,6 +86,7 @@ def _image_backend(pillow: bool) -> None:
 _CHOOSE: Mapping[str, Callable[[bool], None]] = {
     "slow_detokenizer": _detokenizer,
     "short_tower_names": _tower_names,
+    "plain_newlines": _newlines,
     "pillow_pictures": _image_backend,
 }
 #: Those that were in force at some time in this process.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from conformance.recipes.recipe import MechanicsRecipe, VisionParts
 from conformance.recipes.tokenizer import NUM_BPE_TOKENS, SpecialTokens
 
@@ -97,27 +99,42 @@ def _recipe(
                 "global_image_token": "<global-img>",
                 "end_of_utterance_token": "<end_of_utterance>",
             },
-            processor={
-                "image_processor": {
-                    "do_convert_rgb": True,
-                    "do_image_splitting": True,
-                    "do_normalize": True,
-                    "do_pad": True,
-                    "do_rescale": True,
-                    "do_resize": True,
-                    "image_mean": [0.5, 0.5, 0.5],
-                    "image_processor_type": f"{family}ImageProcessor",
-                    "image_std": [0.5, 0.5, 0.5],
-                    "max_image_size": {"longest_edge": crop},
-                    "resample": 1,
-                    "rescale_factor": 1 / 255,
-                    "size": {"longest_edge": 2 * crop},
-                },
-                "image_seq_len": (crop // _PATCH // _SCALE) ** 2,
-                "processor_class": f"{family}Processor",
-            },
+            processor=_processor(family, crop),
         ),
     )
+
+
+def _processor(family: str, crop: int) -> dict[str, Any]:
+    """processor_config.json; SmolVLM's class has a part for videos too, and cannot be made without."""
+    frames = {
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_pad": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "max_image_size": {"longest_edge": crop},
+        "resample": 1,
+        "rescale_factor": 1 / 255,
+    }
+    pictures = frames | {
+        "do_image_splitting": True,
+        "image_processor_type": f"{family}ImageProcessor",
+        "size": {"longest_edge": 2 * crop},
+    }
+    videos = frames | {
+        "fps": 1,
+        "num_frames": 8,
+        "size": {"longest_edge": crop},
+        "video_processor_type": f"{family}VideoProcessor",
+    }
+    return {
+        "image_processor": dict(sorted(pictures.items())),
+        "image_seq_len": (crop // _PATCH // _SCALE) ** 2,
+        "processor_class": f"{family}Processor",
+        **({"video_processor": dict(sorted(videos.items()))} if family == "SmolVLM" else {}),
+    }
 
 
 SMOLVLM_RECIPES: tuple[MechanicsRecipe, ...] = (

@@ -202,19 +202,36 @@ def test_a_salt_goes_with_a_chat(source: ModelSource) -> None:
 
     made = VLLMAdapter(source, {"dtype": "float32"})
     made._llm = SimpleNamespace(
-        _preprocess_chat_one=lambda chat, mm_processor_kwargs: {"said": chat, "with": mm_processor_kwargs},
+        _preprocess_chat_one=lambda chat, **options: {"said": chat, **options},
         _render_and_add_requests=add,
     )
     chat = ({"role": "user", "content": "hello"},)
     request = EngineRequest("r", {}, chat=chat, cache_salt="alice", mm_processor_kwargs={"size": 3})
     assert made._add_chat(request, "params") == "7-deadbeef"
-    assert added == [({"said": [*chat], "with": {"size": 3}, "cache_salt": "alice"}, "params")]
+    [(prompt, params)] = added
+    assert (prompt["said"], prompt["mm_processor_kwargs"], params) == ([*chat], {"size": 3}, "params")
+    assert (prompt["cache_salt"], prompt["chat_template_content_format"]) == ("alice", "auto")
+
+
+def test_what_a_template_is_given_can_be_chosen(source: ModelSource) -> None:
+    taken: list[str] = []
+
+    def enqueue(_chat: Any, _params: Any, *, chat_template_content_format: str, **_options: Any) -> list[str]:
+        taken.append(chat_template_content_format)
+        return ["7"]
+
+    for given in ({}, {"chat_template_content_format": "openai"}):
+        made = VLLMAdapter(source, {"dtype": "float32", **given})
+        made._llm = SimpleNamespace(enqueue_chat=enqueue)
+        made._add_chat(EngineRequest("r", {}, chat=({"role": "user", "content": "hello"},)), "params")
+    assert taken == ["auto", "openai"]
 
 
 def test_forced_ids_follow_a_prompt_with_pictures_that_vllm_renders_alike(source: ModelSource) -> None:
     added: list[Any] = []
 
-    def render(_chat: Any, mm_processor_kwargs: Any) -> dict[str, Any]:
+    def render(_chat: Any, mm_processor_kwargs: Any, chat_template_content_format: str) -> dict[str, Any]:
+        assert chat_template_content_format == "auto"
         assert mm_processor_kwargs is None
         return {"prompt_token_ids": [1, 9, 9], "pictures": 1}
 

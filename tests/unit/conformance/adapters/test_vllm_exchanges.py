@@ -76,6 +76,18 @@ def test_the_slow_detokenizer_is_taken_and_given_back(modules: dict[str, Any]) -
     assert detokenizer.uses_fast_detokenizer is theirs
 
 
+def test_newlines_of_gemma_stay_apart_and_are_joined_again(modules: dict[str, Any]) -> None:
+    names = vllm_exchanges._NEWLINES
+    parent = type("BaseMultiModalProcessor", (), {name: f"plain {name}" for name in names})
+    gemma = type("Gemma3MultiModalProcessor", (parent,), {name: f"joined {name}" for name in names})
+    modules["vllm.model_executor.models.gemma3_mm"].Gemma3MultiModalProcessor = gemma
+    for plain in (True, True, False):
+        exchange({"plain_newlines"} if plain else set())
+        assert [getattr(gemma, name) for name in names] == [
+            f"{'plain' if plain else 'joined'} {name}" for name in names
+        ]
+
+
 @pytest.mark.usefixtures("modules")
 def test_pictures_are_made_by_pillow_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.auto import image_processing_auto
