@@ -24,11 +24,34 @@ settings.load_profile("repeatable")
 
 CHECKPOINTS = Path(__file__).parent.parent / "golden" / "checkpoints"
 
+TOY_SCENARIO = """requirement: It answers.
+level: must
+source: [https://example.org]
+model: toy
+profile: smoke
+matrix: {block_size: [1, 4]}
+requests:
+  one: {token_ids: [3, 4, 5], max_tokens: 9}
+steps: [{submit: one}, run]
+checks:
+  - tokens_match_golden
+  - happened: {finished: "==1"}
+"""
+
 
 @pytest.fixture(scope="session")
 def checkpoints() -> Path:
     """The directory of the committed tiny checkpoints."""
     return CHECKPOINTS
+
+
+@pytest.fixture(scope="session")
+def toy_suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A suite, not to be changed, of the scenarios toy/one and toy/two, each at block sizes 1 and 4."""
+    from conformance.adapters.fake_model import write_toy_suite
+
+    suite = {"toy/one": TOY_SCENARIO, "toy/two": TOY_SCENARIO}
+    return write_toy_suite(tmp_path_factory.mktemp("toy-suite"), suite)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from conformance import EDITION
-from conformance.adapters.fake_model import write_toy_suite
 from conformance.cli import main
 from conformance.distribute.calls import identity_of
 
@@ -29,19 +28,6 @@ pytest.importorskip("ray", reason="Ray is not installed; nox -s ray installs it"
 if [name for _, name in socket.if_nameindex()] != ["lo"]:
     pytest.skip("there is more than loopback here; nox -s ray takes care of it", allow_module_level=True)
 
-BODY = """requirement: It answers.
-level: must
-source: [https://example.org]
-model: toy
-profile: smoke
-matrix: {block_size: [1, 4]}
-requests:
-  one: {token_ids: [3, 4, 5], max_tokens: 9}
-steps: [{submit: one}, run]
-checks:
-  - tokens_match_golden
-  - happened: {finished: "==1"}
-"""
 TOY = "conformance.adapters.fake:FakeEngine"
 #: Seconds that a machine with much to do may need; `--ray-timeout`.
 PATIENCE = "300"
@@ -49,11 +35,6 @@ PATIENCE = "300"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Ray's, about itself
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_suite(tmp_path_factory.mktemp("toy"), {"toy/one": BODY, "toy/two": BODY})
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +120,7 @@ def test_a_killed_worker_is_replaced_and_the_verdicts_are_those_of_one_machine(
 
 
 def test_the_cases_of_a_node_that_is_gone_run_on_another_or_are_errors(
-    cluster: Any, run: Run, toy: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, run: Run, toy_suite: Path, marks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One engine may run anywhere; the other has asked for a label that goes with the node."""
     monkeypatch.setenv("RAY_TEST_DOOMED", "1")
@@ -156,7 +137,7 @@ def test_the_cases_of_a_node_that_is_gone_run_on_another_or_are_errors(
     engines = ["--engine", "ray_engines:OnDoomedNode", "--engine", "ray_engines:AlsoOnDoomedNode"]
     label = ["--ray-resource", "ray_engines:AlsoOnDoomedNode=doomed"]
     monkeypatch.setattr("conformance.distribute.cluster.GONE", 5.0)
-    status, out, _ = run(*engines, *label, "--data", toy)
+    status, out, _ = run(*engines, *label, "--data", toy_suite)
     ending.join()
     assert status == 1
     assert out.count("PASS   toy/") == 4
@@ -164,8 +145,8 @@ def test_the_cases_of_a_node_that_is_gone_run_on_another_or_are_errors(
     assert out.count("no node is left that offers CPU 1, doomed 1") == 4
 
 
-def test_a_label_that_nobody_has_is_an_error(run: Run, toy: Path) -> None:
-    arguments = ["--engine", TOY, "--device", "cuda", "--ray-timeout", "3", "--data", toy]
+def test_a_label_that_nobody_has_is_an_error(run: Run, toy_suite: Path) -> None:
+    arguments = ["--engine", TOY, "--device", "cuda", "--ray-timeout", "3", "--data", toy_suite]
     status, out, err = run(*arguments)
     assert (status, out) == (2, "")
     assert "no node of the cluster at 127.0.0.1:" in err
@@ -174,24 +155,24 @@ def test_a_label_that_nobody_has_is_an_error(run: Run, toy: Path) -> None:
     assert "(CPU 1, right 1)" in err
 
 
-def test_an_engine_that_is_not_on_a_node_is_an_error(run: Run, toy: Path) -> None:
-    status, out, err = run("--engine", "not_there:Engine", "--data", toy)
+def test_an_engine_that_is_not_on_a_node_is_an_error(run: Run, toy_suite: Path) -> None:
+    status, out, err = run("--engine", "not_there:Engine", "--data", toy_suite)
     assert (status, out) == (2, "")
     assert err.count("cannot be imported from not_there:Engine: ModuleNotFoundError") == 2, "of each node"
     assert "label those and say so: --ray-resource not_there:Engine=NAME" in err
 
 
 def test_another_suite_on_a_node_is_an_error_that_names_both(
-    run: Run, toy: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, toy_suite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    newer = replace(identity_of(toy), edition="99.0.0")
+    newer = replace(identity_of(toy_suite), edition="99.0.0")
     monkeypatch.setattr("conformance.distribute.cluster.identity_of", lambda _: newer)
-    status, out, err = run("--engine", TOY, "--data", toy)
+    status, out, err = run("--engine", TOY, "--data", toy_suite)
     assert (status, out) == (2, "")
     assert err.count(f" has suite {EDITION} with data {newer.data[:12]}, this machine has suite 99.0.0") == 2
 
 
-def test_a_cluster_that_is_not_there_is_an_error(run: Run, toy: Path) -> None:
-    status, _, err = run("--engine", TOY, "--data", toy, "--ray-timeout", "3", ray="127.0.0.1:1")
+def test_a_cluster_that_is_not_there_is_an_error(run: Run, toy_suite: Path) -> None:
+    status, _, err = run("--engine", TOY, "--data", toy_suite, "--ray-timeout", "3", ray="127.0.0.1:1")
     assert status == 2
     assert "no Ray cluster at 127.0.0.1:1 (waited up to 3 s): [Errno 111] Connection refused" in err

@@ -17,41 +17,22 @@ from typing import Any
 
 import pytest
 
-from conformance.adapters.fake_model import write_toy_suite
 from conformance.cli import main
 from conformance.distribute.calls import Call, Lost
 from conformance.distribute.local import Processes, choose, ending
 
 HERE = Path(__file__).parent
-BODY = """requirement: It answers.
-level: must
-source: [https://example.org]
-model: toy
-profile: smoke
-matrix: {block_size: [1, 4]}
-requests:
-  one: {token_ids: [3, 4, 5], max_tokens: 9}
-steps: [{submit: one}, run]
-checks:
-  - tokens_match_golden
-  - happened: {finished: "==1"}
-"""
 RIGHT = "conformance.adapters.fake:FakeEngine"
 
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_suite(tmp_path_factory.mktemp("data"), {"toy/one": BODY, "toy/two": BODY})
-
-
 @pytest.fixture
-def run(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(toy_suite: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.syspath_prepend(str(HERE))
 
     def command(*arguments: str | Path) -> tuple[int, str, str]:
-        status = main(["run", *map(str, arguments), "--data", str(data)])
+        status = main(["run", *map(str, arguments), "--data", str(toy_suite)])
         out, err = capsys.readouterr()
         return status, out, err
 
@@ -254,7 +235,7 @@ def test_a_call_that_takes_too_long_costs_nobody_else() -> None:
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_ends_the_workers_and_the_command(
-    data: Path, tmp_path: Path, sent: signal.Signals, status: int
+    toy_suite: Path, tmp_path: Path, sent: signal.Signals, status: int
 ) -> None:
     """Ctrl-C goes to the command and its workers at once, a cancelled job's SIGTERM to the command."""
     code = (
@@ -272,7 +253,7 @@ def test_an_interrupt_ends_the_workers_and_the_command(
     path = os.pathsep.join([str(modules), *filter(None, sys.path)])
     command = [sys.executable, "-m", "conformance", "run", "--engine", "slow:Slow", "--jobs", "2"]
     process = subprocess.Popen(
-        [*command, "--data", str(data)],
+        [*command, "--data", str(toy_suite)],
         env={**os.environ, "PYTHONPATH": path},
         start_new_session=True,
         # What starts a test run in the background may have it ignore interrupts, and it would inherit that.
