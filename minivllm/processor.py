@@ -169,6 +169,10 @@ class Processor:
                 raise UnsupportedError("this model has no tokenizer: give prompt_token_ids")
             text = self._tokenizer.surround(prompt["prompt"], *self._margins())
             encoded = _Encoded(prompt["prompt"], self._tokenizer.encode(text))
+        vocab = self._resolved.model.vocab_size
+        ids = encoded.token_ids
+        if bad := [t for t in ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
+            raise BadParameter(f"prompt token ids must be integers in [0, {vocab}), got {bad[:5]}")
         data, settings = (_mapping(prompt, name) for name in _WITH_MEDIA)
         if self._multimodal is not None or data or settings:
             self._place_media(encoded, data, settings)
@@ -200,13 +204,13 @@ class Processor:
                 raise UnsupportedError(f"{self._resolved.model.architecture} takes {known}, got {modality}")
         if not media:
             family.expand(family.modalities[0], (), settings)  # unknown ones are refused all the same
+        self._check_room(encoded.token_ids, family, media, settings)
         expansions = {modality: family.expand(modality, items, settings) for modality, items in media.items()}
         for modality, found in expansions.items():
             if len(found) != len(media[modality]):
                 raise InvariantError(f"{len(media[modality])} {modality}s became {len(found)} expansions")
         placeholders = family.placeholder_ids
-        implicit = getattr(family, "implicit_placeholders", False)
-        if media and implicit and not set(placeholders.values()) & set(encoded.token_ids):
+        if media and _is_implicit(family) and not set(placeholders.values()) & set(encoded.token_ids):
             first = [placeholders[modality] for modality, items in media.items() for _ in items]
             encoded.token_ids = [*first, *encoded.token_ids]
         placement = place(encoded.token_ids, expansions, placeholders)
@@ -217,6 +221,31 @@ class Processor:
             encoded.positions, encoded.delta = positions
             if encoded.positions.shape != (3, len(encoded.token_ids)):
                 raise InvariantError(f"positions of shape {encoded.positions.shape}")
+
+    def _check_room(
+        self,
+        token_ids: list[int],
+        family: MultiModalProcessor,
+        media: Mapping[str, list[Any]],
+        settings: Mapping[str, Any],
+    ) -> None:
+        """Refuse media that make the prompt too long, before the work on their pixels.
+
+        A prompt that holds whole expansions already is no shorter than they are; it is checked later.
+        """
+        tokens = sum(family.count_tokens(modality, items, settings) for modality, items in media.items())
+        found = sum(token_ids.count(token) for token in set(family.placeholder_ids.values()))
+        wanted = sum(map(len, media.values()))
+        if tokens > len(token_ids) and (found == wanted or (not found and _is_implicit(family))):
+            self._check_length(len(token_ids) - found + tokens)
+
+    def _check_length(self, num_tokens: int) -> None:
+        limit = self._resolved.max_model_len
+        if num_tokens >= limit:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens and max_model_len is {limit}: "
+                f"at most {limit - 1} leave room for one generated token"
+            )
 
     def _margins(self) -> tuple[list[int], tuple[str, str]]:
         """Placeholders, and what belongs around each of them in a text."""
@@ -231,21 +260,12 @@ class Processor:
         return self._multimodal
 
     def _check(self, token_ids: list[int], sampling: SamplingParams, capture: frozenset[str]) -> None:
-        vocab = self._resolved.model.vocab_size
         if not token_ids:
             raise BadParameter("the prompt is empty: give at least one token")
-        bad = [t for t in token_ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]
-        if bad:
-            raise BadParameter(f"prompt token ids must be integers in [0, {vocab}), got {bad[:5]}")
-        limit = self._resolved.max_model_len
-        if len(token_ids) >= limit:
-            raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens and max_model_len is {limit}: "
-                f"at most {limit - 1} leave room for one generated token"
-            )
+        self._check_length(len(token_ids))
         if sampling.stop and self._tokenizer is None:
             raise UnsupportedError("stop strings need a tokenizer, and this model has none")
-        check_sampling(sampling, vocab)
+        check_sampling(sampling, self._resolved.model.vocab_size)
         unknown = capture - set(CAPTURES)
         if unknown:
             raise BadParameter(f"unknown stages {sorted(unknown)}; known: {sorted(CAPTURES)}")
@@ -261,6 +281,10 @@ def _check_types(request_id: object, sampling: object, priority: object, cache_s
         raise BadParameter(f"priority must be an integer, got {priority!r}")
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise BadParameter(f"cache_salt must be text or None, got {cache_salt!r}")
+
+
+def _is_implicit(family: MultiModalProcessor) -> bool:
+    return bool(getattr(family, "implicit_placeholders", False))
 
 
 def _mapping(prompt: Mapping[str, Any], name: str) -> Mapping[str, Any]:

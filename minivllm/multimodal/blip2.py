@@ -54,6 +54,10 @@ class Blip2Processor:
             for source in media
         ]
 
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+        """See `MultiModalProcessor.count_tokens`."""
+        return self._vision.num_query_tokens * len(media)
+
     def positions(self, token_ids: object, spans: object, items: object) -> None:
         """Tokens are counted."""
 

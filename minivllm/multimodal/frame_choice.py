@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL.Image import Image
 
 from minivllm.errors import BadMedia, BadParameter
-from minivllm.multimodal.load import Video
 
 __all__ = [
     "CHOICE_SETTINGS",
     "MAX_NUM_FRAMES",
+    "ChosenFrames",
     "FrameChoice",
     "in_equal_steps",
     "over",
@@ -81,6 +80,20 @@ class FrameChoice:
         return replace(self, do_sample_frames=sample, fps=fps, num_frames=count)
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenFrames:
+    """Which frames of a video the model sees, and when they were taken.
+
+    Attributes:
+        indices: of the frames, in order.
+        fps, timestamps: of these frames, as in `Video`.
+    """
+
+    indices: Sequence[int]
+    fps: float | None = None
+    timestamps: tuple[float, ...] | None = None
+
+
 def in_equal_steps(choice: FrameChoice, total: int, fps: float | None) -> list[int]:
     """Whole groups of frames in equal steps from the first on (Qwen2-VL, Qwen2.5-VL).
 
@@ -137,17 +150,16 @@ def over(engine: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any
     return {**engine, **request}
 
 
-def timed(frames: Sequence[Image], indices: Sequence[int], total: int, fps: float | None) -> Video:
-    """The chosen frames as a video: frame i of the original is shown at i / fps, as in Transformers.
+def timed(indices: Sequence[int], total: int, fps: float | None) -> ChosenFrames:
+    """The chosen frames with their times: frame i of the original is shown at i / fps, as in Transformers.
 
     Args:
-        frames: those of `indices`.
         total: frames of the original.
         fps: of the original.
     """
     if fps is None or list(indices) == list(range(total)):
-        return Video(tuple(frames), fps)  # the same as all frames in an array
-    return Video(tuple(frames), len(indices) / total * fps, tuple(index / fps for index in indices))
+        return ChosenFrames(indices, fps)  # the same as all frames in an array
+    return ChosenFrames(indices, len(indices) / total * fps, tuple(index / fps for index in indices))
 
 
 def _is_number(value: object) -> bool:

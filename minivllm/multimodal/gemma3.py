@@ -72,6 +72,10 @@ class Gemma3Processor:
             for item in items
         ]
 
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+        """See `MultiModalProcessor.count_tokens`."""
+        return len(media) * (int(self._vision.side) ** 2 + 2)
+
     def positions(self, token_ids: object, spans: object, items: object) -> None:
         """Tokens are counted."""
 

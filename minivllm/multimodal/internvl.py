@@ -76,6 +76,17 @@ class InternVLProcessor:
         ]
         return [self._expansion(item) for item in items]
 
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+        """See `MultiModalProcessor.count_tokens`."""
+        settings = self._images.settings(settings)
+        rows = self._vision.rows_per_tile
+        return sum(
+            supplied_item(source, rows, "a tile has so many").num_embeddings + 2
+            if is_supplied(source)
+            else len(list(self._rects(self._grid(source, settings)))) + 2
+            for source in media
+        )
+
     def positions(self, token_ids: object, spans: object, items: object) -> None:
         """Tokens are counted."""
 
@@ -87,7 +98,7 @@ class InternVLProcessor:
     def _item(self, picture: Image, settings: Mapping[str, Any]) -> MediaItem:
         pixels = self._images([picture], **settings)["pixel_values"]
         check_square(pixels, self._vision.tower.image_size, settings)
-        grid = self._grid(picture, settings) if pixels.shape[0] > 1 else (1, 1)
+        grid = self._grid(picture, settings)
         rects = tuple(self._rects(grid))
         return MediaItem(
             content_hash=image_hash(picture, settings),
@@ -99,9 +110,10 @@ class InternVLProcessor:
         )
 
     def _grid(self, picture: Image, settings: Mapping[str, Any]) -> tuple[int, int]:
-        least, most = (
-            settings.get(name, getattr(self._images.hf, name)) for name in ("min_patches", "max_patches")
-        )
+        names = ("min_patches", "max_patches", "crop_to_patches")
+        least, most, cropped = (settings.get(name, getattr(self._images.hf, name)) for name in names)
+        if not cropped:
+            return 1, 1
         return tile_grid(picture.size, self._vision.tower.image_size, least, most)
 
     def _rects(self, grid: tuple[int, int]) -> Iterator[PatchRect]:

@@ -66,6 +66,10 @@ class LlavaProcessor:
         token = self._vision.image_token_id
         return [Expansion(i, (token,) * i.num_embeddings, (True,) * i.num_embeddings) for i in items]
 
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+        """See `MultiModalProcessor.count_tokens`."""
+        return len(media) * int(self._vision.rows_per_square)
+
     def positions(self, token_ids: object, spans: object, items: object) -> None:
         """Tokens are counted."""
 

@@ -66,6 +66,16 @@ class LlavaOnevisionProcessor:
         token = self._vision.image_token_id
         return [Expansion(i, (token,) * i.num_embeddings, (True,) * i.num_embeddings) for i in items]
 
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+        """See `MultiModalProcessor.count_tokens`."""
+        shown = self._tiled if len(media) == 1 else self._padded
+        return sum(
+            supplied_item(source, 1, "any number").num_embeddings
+            if is_supplied(source)
+            else len(list(shown(source)))
+            for source in media
+        )
+
     def positions(self, token_ids: object, spans: object, items: object) -> None:
         """Tokens are counted."""
 

@@ -100,6 +100,20 @@ class MultiModalProcessor(Protocol):
         """
         ...
 
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:
+        """How many tokens `expand` makes of all these items, told by their sizes before any pixel is made.
+
+        So a prompt that is too long is refused before the work. An item that only `expand` can tell, or
+        that it will refuse, may count 0.
+
+        Args:
+            media, settings: as for `expand`.
+
+        Raises:
+            BadMedia, BadParameter: as `expand`.
+        """
+        ...
+
     def positions(
         self, token_ids: Sequence[int], spans: Sequence[MediaSpan], items: Mapping[str, MediaItem]
     ) -> tuple[NDArray[np.int64], int] | None:

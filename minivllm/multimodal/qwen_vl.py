@@ -19,6 +19,7 @@ from minivllm.errors import BadMedia, BadParameter, ConfigError, InvariantError
 from minivllm.models.qwen2_vl import QwenVLConfig
 from minivllm.multimodal.frame_choice import (
     CHOICE_SETTINGS,
+    ChosenFrames,
     FrameChoice,
     in_equal_steps,
     over,
@@ -104,7 +105,7 @@ class Qwen2VLProcessor:
                 f"{directory}: size of pictures has shortest_edge (the fewest pixels) {own.shortest_edge}, "
                 f"which is more than longest_edge (the most) {own.longest_edge}"
             )
-        self._with_size(self._images.settings({}))  # refused here, not with the first picture
+        self._with_size(self._checked_settings({}))  # refused here, not with the first picture
         self._videos = VideoPixels(
             directory, self._images, self._frame_size, self.video_defaults, self.frame_choice
         )
@@ -126,7 +127,7 @@ class Qwen2VLProcessor:
         Qwen3-VL "deepstack": [layers, rows, hidden].
         """
         choosing, others = split_settings(settings)
-        merged = self._images.settings(others)
+        merged = self._checked_settings(others)
         any_video = replace(self._videos.choice, do_sample_frames=True)
         any_video.with_settings(over(self._choosing, choosing))  # refused also where there is none
         items = []
@@ -136,9 +137,32 @@ class Qwen2VLProcessor:
             elif modality == "image":
                 item = self._image(source, merged)
             else:
-                item = self._video(self._chosen(source, choosing), self._videos.settings(merged))
+                video = _read(source, self._choose_frames(source, choosing))
+                item = self._video(video, self._video_settings(merged))
             items.append(item)
         return [self._expansion(item) for item in items]
+
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:
+        """See `MultiModalProcessor.count_tokens`."""
+        choosing, others = split_settings(settings)
+        merged = self._checked_settings(others)
+        count = 0
+        for source in media:
+            times: tuple[float, ...] = ()
+            if isinstance(source, Mapping | Tensor):
+                grid = self._supplied(modality, source).facts["grid"]
+            elif modality == "image":
+                grid = self._image_grid(source, merged)
+            else:
+                chosen = self._choose_frames(source, choosing)
+                width, height = (
+                    (source.width, source.height) if isinstance(source, VideoFile) else source.frames[0].size
+                )
+                frames = len(chosen.indices)
+                grid = self._videos.grid(frames, width, height, self._video_settings(merged))
+                times = self._times(frames, chosen.fps, chosen.timestamps)
+            count += len(self._tokens(modality, grid, times)[0])
+        return count
 
     def positions(
         self, token_ids: Sequence[int], spans: Sequence[MediaSpan], items: Mapping[str, MediaItem]
@@ -182,11 +206,31 @@ class Qwen2VLProcessor:
         """How long the frames of one patch last, where positions depend on it."""
         return None
 
+    def _tokens(
+        self,
+        modality: str,
+        grid: tuple[int, int, int],
+        times: tuple[float, ...],  # noqa: ARG002 (for the families that tell time)
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """The tokens of an item, and which of them take rows; times as `_times` gives them, or none."""
+        rows = self._rows(grid)
+        return (self.placeholder_ids[modality],) * rows, (True,) * rows
+
     def _expansion(self, item: MediaItem) -> Expansion:
-        token = self.placeholder_ids[item.modality]
-        return Expansion(item, (token,) * item.num_embeddings, (True,) * item.num_embeddings)
+        times = item.facts.get("times", ())
+        return Expansion(item, *self._tokens(item.modality, item.facts["grid"], times))
 
     # --- items --------------------------------------------------------------------------------
+
+    def _checked_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        merged, edges = self._images.settings(settings), {"shortest_edge", "longest_edge"}
+        size = merged.get("size") or {}
+        if not isinstance(size, Mapping) or not set(size) <= edges:
+            raise BadParameter(
+                "size of this model has shortest_edge (the fewest pixels) and longest_edge (the most), "
+                f"got {size}"
+            )
+        return merged
 
     def _image(self, image: Image, settings: Mapping[str, Any]) -> MediaItem:
         settings = self._with_size(settings)
@@ -201,28 +245,46 @@ class Qwen2VLProcessor:
             facts={**self._images.facts, "size": image.size, "mode": image.mode, "grid": grid},
         )
 
-    def _chosen(self, source: Video | VideoFile, choosing: Mapping[str, Any]) -> Video:
+    def _image_grid(self, image: Image, settings: Mapping[str, Any]) -> tuple[int, int, int]:
+        """The grid of a picture before there is a pixel; zeros for one that cannot be processed."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        settings, patch = self._with_size(settings), self._vision.tower.patch_size
+        height, width = image.height, image.width
+        if settings.get("do_resize", self._images.hf.do_resize):
+            size = settings["size"]
+            try:
+                height, width = smart_resize(
+                    height, width, patch * self._merge, size["shortest_edge"], size["longest_edge"]
+                )
+            except ValueError:  # far longer than wide
+                return 0, 0, 0
+        return 1, height // patch, width // patch
+
+    def _choose_frames(self, source: Video | VideoFile, choosing: Mapping[str, Any]) -> ChosenFrames:
         """The frames that the model is to see."""
         asked = over(self._choosing, choosing)
         if isinstance(source, VideoFile):
             choice, total = self._videos.choice.with_settings(asked), source.num_frames
             if not choice.do_sample_frames:
-                return Video(tuple(source.read(range(total))), source.fps)
+                return ChosenFrames(range(total), source.fps)
         else:
             choice = replace(self._videos.choice, do_sample_frames=False).with_settings(asked)
             total = len(source.frames)
             if not choice.do_sample_frames:
-                return source
+                return ChosenFrames(range(total), source.fps, source.timestamps)
             if source.timestamps is not None:
                 raise BadMedia("frames with timestamps are chosen already; give fps for all frames instead")
         fps = source.fps or self.assumed_fps
-        indices = self._choose(choice, total, fps)
-        if isinstance(source, VideoFile):
-            return timed(source.read(indices), indices, total, fps)
-        return timed([source.frames[index] for index in indices], indices, total, fps)
+        return timed(self._choose(choice, total, fps), total, fps)
+
+    def _video_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        settings = self._videos.settings(settings)
+        _check_limits(settings["size"])
+        return settings
 
     def _video(self, video: Video, settings: Mapping[str, Any]) -> MediaItem:
-        _check_limits(settings["size"])
+        times = self._times(len(video.frames), video.fps, video.timestamps)
         pixels, grid = self._videos(video, settings)
         data = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([grid])}
         seconds = self._seconds_per_group(video)
@@ -242,7 +304,7 @@ class Qwen2VLProcessor:
                 "frames": len(video.frames),
                 "fps": video.fps,
                 "grid": grid,
-                "times": self._times(video),
+                "times": times,
             },
         )
 
@@ -332,22 +394,23 @@ class Qwen2VLProcessor:
             for column in range(wide)
         )
 
-    def _times(self, video: Video) -> tuple[float, ...]:
+    def _times(
+        self, count: int, fps: float | None, timestamps: tuple[float, ...] | None
+    ) -> tuple[float, ...]:
         """The middle of each group of frames, in seconds.
 
         Raises:
             BadMedia: one that is no number, as with an fps of 1e-320.
         """
-        times = list(video.timestamps or ())
+        times = list(timestamps or ())
         if not times:
-            fps = video.fps or _DEFAULT_FPS
-            times = [index / fps for index in range(len(video.frames))]
+            times = [index / (fps or _DEFAULT_FPS) for index in range(count)]
         together = self._vision.tower.temporal_patch_size
         times += [times[-1]] * (-len(times) % together)
         middles = tuple((times[i] + times[i + together - 1]) / 2 for i in range(0, len(times), together))
         if not math.isfinite(middles[-1]):
             raise BadMedia(
-                f"{len(video.frames)} frames have no finite times in seconds: is their fps ({video.fps}) "
+                f"{count} frames have no finite times in seconds: is their fps ({fps}) "
                 f"right, or their last timestamp ({times[-1]})?"
             )
         return middles
@@ -401,12 +464,14 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
     ) -> FrameSize:
         return size_for_whole_video(frames, height, width, factor, least, most)
 
-    def _expansion(self, item: MediaItem) -> Expansion:
-        if item.modality == "image":
-            return super()._expansion(item)
-        groups = item.facts["grid"][0]
-        times = item.facts["times"] or tuple((2 * i + 0.5) / _DEFAULT_FPS for i in range(groups))
-        per_group = item.num_embeddings // groups
+    def _tokens(
+        self, modality: str, grid: tuple[int, int, int], times: tuple[float, ...]
+    ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        if modality == "image":
+            return super()._tokens(modality, grid, times)
+        groups = grid[0]
+        times = times or tuple((2 * i + 0.5) / _DEFAULT_FPS for i in range(groups))
+        per_group = self._rows(grid) // groups
         token_ids: list[int] = []
         is_embed: list[bool] = []
         for seconds in times:
@@ -414,7 +479,15 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
             token_ids += [*before, *[self._vision.video_token_id] * per_group]
             token_ids.append(self._vision.vision_end_token_id)
             is_embed += [*[False] * len(before), *[True] * per_group, False]
-        return Expansion(item, tuple(token_ids), tuple(is_embed))
+        return tuple(token_ids), tuple(is_embed)
+
+
+def _read(source: Video | VideoFile, chosen: ChosenFrames) -> Video:
+    if isinstance(source, VideoFile):
+        frames = source.read(chosen.indices)
+    else:
+        frames = [source.frames[index] for index in chosen.indices]
+    return Video(tuple(frames), chosen.fps, chosen.timestamps)
 
 
 def _text_positions(start: int, length: int) -> NDArray[np.int64]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL.Image import Image
 from torch import Tensor
@@ -19,7 +21,7 @@ from minivllm.multimodal.processor import Expansion, TextEncoder
 from minivllm.multimodal.rects import grid_rects
 from minivllm.request import MediaItem, PatchRect
 
-__all__ = ["SmolVLMProcessor", "placeholder_text"]
+__all__ = ["SmolVLMProcessor", "crop_grid", "placeholder_text"]
 
 _IMAGE = "<image>"
 _AROUND = "<fake_token_around_image>"
@@ -45,6 +47,29 @@ def placeholder_text(rows: int, columns: int, per_crop: int) -> str:
         for row in range(1, rows + 1)
     )
     return "".join(lines) + ("\n" if rows else "") + f"{_AROUND}{_WHOLE}{images}{_AROUND}"
+
+
+def crop_grid(height: int, width: int, side: int) -> tuple[int, int]:
+    """Rows and columns of the square crops of a picture, or zeros for one that is not cut.
+
+    As Transformers' `resize_for_vision_encoder`: the longer edge is made a multiple of `side`, the other
+    follows it, and is then made one too. Its `get_number_of_image_patches` leaves out that it follows.
+    """
+    if width >= height:
+        columns = math.ceil(width / side)
+        rows = math.ceil(int(columns * side / (width / height)) / side)
+    else:
+        rows = math.ceil(height / side)
+        columns = math.ceil(int(rows * side * (width / height)) / side)
+    return (rows, columns) if max(rows, columns) > 1 else (0, 0)
+
+
+def _resized(height: int, width: int, longest: int) -> tuple[int, int]:
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import get_resize_output_image_size
+
+    unseen = np.broadcast_to(np.uint8(0), (1, height, width))  # takes no memory
+    resized: tuple[int, int] = get_resize_output_image_size(unseen, longest)
+    return resized
 
 
 class SmolVLMProcessor:
@@ -83,6 +108,17 @@ class SmolVLMProcessor:
             for source in media
         ]
 
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+        """See `MultiModalProcessor.count_tokens`."""
+        settings = self._images.settings(settings)
+        count = 0
+        for source in media:
+            if isinstance(source, Mapping | Tensor):
+                count += len(self._supplied(source).token_ids)
+            elif (crops := self._crops(source, settings)) is not None:
+                count += len(self._token_ids(*crops))
+        return count
+
     def positions(self, token_ids: object, spans: object, items: object) -> None:
         """Tokens are counted."""
 
@@ -108,6 +144,19 @@ class SmolVLMProcessor:
                 "grid": (rows, columns),
             },
         )
+
+    def _crops(self, picture: Image, settings: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Rows and columns of a picture's crops, before any pixel; None for a size of another form."""
+        hf = self._images.hf
+        if not settings.get("do_image_splitting", hf.do_image_splitting):
+            return 0, 0
+        height, width = picture.height, picture.width
+        if settings.get("do_resize", hf.do_resize):
+            size = settings.get("size", hf.size)
+            if not isinstance(size, Mapping | type(hf.size)) or not size.get("longest_edge"):
+                return None
+            height, width = _resized(height, width, size["longest_edge"])
+        return crop_grid(height, width, hf.max_image_size["longest_edge"])
 
     def _supplied(self, source: Mapping[str, Any] | Tensor) -> Expansion:
         given = {"image_embeds": source} if isinstance(source, Tensor) else dict(source)
@@ -140,8 +189,7 @@ class SmolVLMProcessor:
     def _expansion(
         self, rows: int, columns: int, *, content_hash: str, data: Mapping[str, Any], facts: Mapping[str, Any]
     ) -> Expansion:
-        text = placeholder_text(rows, columns, self._per_crop)
-        ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        ids = self._token_ids(rows, columns)
         is_embed = tuple(token == self._vision.image_token_id for token in ids)
         rects = tuple(self._rects(rows, columns))
         if sum(is_embed) != len(rects):
@@ -158,6 +206,10 @@ class SmolVLMProcessor:
             facts=facts,
         )
         return Expansion(item, ids, is_embed)
+
+    def _token_ids(self, rows: int, columns: int) -> tuple[int, ...]:
+        text = placeholder_text(rows, columns, self._per_crop)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _rects(self, rows: int, columns: int) -> Iterator[PatchRect]:
         side = round(self._per_crop**0.5)

@@ -153,6 +153,28 @@ class VideoPixels:
         merged["size"] = with_limits({**settings, "size": {**self._settings["size"], **_size(settings)}})
         return merged
 
+    def grid(self, frames: int, width: int, height: int, settings: Mapping[str, Any]) -> tuple[int, int, int]:
+        """The grid that frames of this size get, before there is a pixel.
+
+        Raises:
+            BadMedia: frames of a size that cannot be processed.
+        """
+        size = self._frame_size(frames, width, height, settings)
+        return -(-frames // self._together), size.height // self._patch, size.width // self._patch
+
+    def _frame_size(self, count: int, width: int, height: int, settings: Mapping[str, Any]) -> FrameSize:
+        size = FrameSize(height, width)
+        if settings["do_resize"]:
+            least, most = settings["size"]["shortest_edge"], settings["size"]["longest_edge"]
+            size = self._sizing(count, height, width, self._patch * self._merge, least, most)
+        if count * size.height * size.width > MAX_VIDEO_PIXELS:
+            raise BadMedia(
+                f"{count} frames of {width} × {height} would be processed as {size.width} × {size.height}, "
+                f"which is more than {MAX_VIDEO_PIXELS} pixels together; choose fewer with do_sample_frames "
+                "and fps or num_frames, or lower min_pixels"
+            )
+        return size
+
     def __call__(self, video: Video, settings: Mapping[str, Any]) -> tuple[Tensor, tuple[int, int, int]]:
         """Flat patches and their grid.
 
@@ -169,17 +191,7 @@ class VideoPixels:
         """
         from transformers.image_transforms import convert_to_rgb
 
-        count, (width, height) = len(video.frames), video.frames[0].size
-        size = FrameSize(height, width)
-        if settings["do_resize"]:
-            least, most = settings["size"]["shortest_edge"], settings["size"]["longest_edge"]
-            size = self._sizing(count, height, width, self._patch * self._merge, least, most)
-        if count * size.height * size.width > MAX_VIDEO_PIXELS:
-            raise BadMedia(
-                f"{count} frames of {width} × {height} would be processed as {size.width} × {size.height}, "
-                f"which is more than {MAX_VIDEO_PIXELS} pixels together; choose fewer with do_sample_frames "
-                "and fps or num_frames, or lower min_pixels"
-            )
+        size = self._frame_size(len(video.frames), *video.frames[0].size, settings)
         frames = []
         for frame in video.frames:
             made = Image.fromarray(convert_to_rgb(frame, return_numpy=True))

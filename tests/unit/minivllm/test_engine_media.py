@@ -28,6 +28,7 @@ from minivllm.errors import (
     UnsupportedError,
 )
 from minivllm.models import LanguageModel, MediaEmbeddings, VisionLanguageModel
+from minivllm.multimodal.image_processor import ImageProcessor
 from minivllm.request import MediaItem, RequestOutput, SamplingParams
 from minivllm.trace import Encoded, Event, MediaEvicted
 
@@ -43,6 +44,7 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
 
 
 RED, BLUE = picture(112, 84, 1), picture(96, 160, 2)
+FILM = [picture(64, 64, seed) for seed in range(5)]
 
 
 @pytest.fixture(scope="module")
@@ -378,6 +380,8 @@ class TestRefusals:
             ({"mm_processor_kwargs": {"min_pixel": 1}}, BadParameter, "unknown image processor settings"),
             ({"mm_processor_kwargs": 5}, BadParameter, "mm_processor_kwargs is a mapping"),
             ({"mm_processor_kwargs": []}, BadParameter, "mm_processor_kwargs is a mapping"),
+            ({"mm_processor_kwargs": {"size": 56}}, BadParameter, "size of this model has shortest_edge"),
+            ({"mm_processor_kwargs": {"size": {"height": 56}}}, BadParameter, "size of this model has"),
             ({"mm_processor_kwargs": {"fps": "2"}}, BadParameter, "fps must be a positive number"),
             ({"multi_modal_data": np.ones(2)}, BadParameter, "multi_modal_data is a mapping"),
             (
@@ -404,6 +408,41 @@ class TestRefusals:
     def test_of_a_picture_that_makes_the_prompt_too_long(self, engine: LLMEngine) -> None:
         wide = engine.chat_prompt(ask(picture(168, 168, 6), "What? " * 60))
         self.refused(engine, wide, PromptTooLong, "max_model_len is 128")
+
+    @pytest.mark.parametrize(
+        ("model", "data"),
+        [
+            ("tiny-blip2", {"image": [RED]}),
+            ("tiny-qwen2-vl", {"image": [RED, BLUE]}),
+            ("tiny-qwen2-vl", {"video": [FILM, FILM]}),
+            ("tiny-qwen3-vl", {"video": {"frames": FILM, "fps": 1.5}}),
+            ("tiny-smolvlm", {"image": BLUE}),
+        ],
+    )
+    def test_of_a_prompt_too_long_comes_before_the_pixels(
+        self, make: Make, model: str, data: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = make(model=model, max_model_len=512)
+        [(modality, items)] = data.items()
+        token = engine._processor._multimodal.placeholder_ids[modality]  # type: ignore[union-attr]
+        placeholders = [token] * (2 if model == "tiny-qwen2-vl" else 1)
+        prompt = {"prompt_token_ids": [5, *placeholders, 6], "multi_modal_data": {modality: items}}
+        engine.add_request("whole", prompt, GREEDY)
+        count = len(engine.abort_request("whole").prompt_token_ids)
+
+        def untouched(*_: object, **__: object) -> None:
+            raise AssertionError("pixels were made")
+
+        monkeypatch.setattr(ImageProcessor, "__call__", untouched)
+        message = f"the prompt has {count} tokens and max_model_len is {count}:"
+        with pytest.raises(PromptTooLong, match=message):
+            make(model=model, max_model_len=count).add_request("bad", prompt, GREEDY)
+        with pytest.raises(AssertionError, match="pixels were made"):
+            make(model=model, max_model_len=count + 1).add_request("good", prompt, GREEDY)
+
+    def test_of_token_ids_that_are_none(self, engine: LLMEngine) -> None:
+        prompt = {"prompt_token_ids": [5, [6]], "multi_modal_data": {"image": RED}}
+        self.refused(engine, prompt, BadParameter, r"must be integers in \[0, .*got \[\[6\]\]")
 
     @pytest.mark.parametrize(
         ("embeds", "more", "error", "message"),

@@ -12,7 +12,8 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.engine import LLMEngine
-from minivllm.errors import BadMedia, BadParameter
+from minivllm.errors import BadMedia, BadParameter, PromptTooLong
+from minivllm.multimodal.video_file import VideoFile
 from tests.unit.minivllm.video_files import FRAMES, encoded
 
 pytest.importorskip("av", reason="the extra minivllm[video] is not installed")
@@ -109,3 +110,13 @@ def test_bad_files_and_settings_leave_the_engine_alive(
         ask(chosen, clip, frames_per_second=1)
     assert not chosen.has_unfinished_requests()
     assert ask(chosen, clip)[2] == answer
+
+
+def test_a_file_too_long_for_the_prompt_is_not_decoded(
+    checkpoints: Path, clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LLM(str(checkpoints / "tiny-qwen3-vl"), num_kv_blocks=200, max_model_len=30).engine
+    prompt = engine.chat_prompt([{"role": "user", "content": [{"type": "video", "video": clip}]}])
+    monkeypatch.setattr(VideoFile, "read", lambda *_: pytest.fail("frames were decoded"))
+    with pytest.raises(PromptTooLong, match="max_model_len is 30"):
+        engine.add_request("long", prompt, GREEDY)

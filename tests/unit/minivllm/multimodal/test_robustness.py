@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
@@ -53,8 +55,32 @@ def truth(name: str, image: Image.Image, **settings: Any) -> dict[str, Tensor] |
 
 
 def expand(name: str, image: Image.Image, **settings: Any) -> Expansion:
-    (made,) = processors(name)[0].expand("image", [image], settings)
+    family = processors(name)[0]
+    (made,) = family.expand("image", [image], settings)
+    assert family.count_tokens("image", [image], settings) == len(made.token_ids)
     return made
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(sizes=st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=2))
+@settings(max_examples=25)
+def test_tokens_are_counted_before_there_are_pixels(name: str, sizes: list[tuple[int, int]]) -> None:
+    family = processors(name)[0]
+    pictures = [Image.new("RGB", size) for size in sizes]
+    more: list[dict[str, Any]] = [{}]
+    if "qwen" in name:
+        more += [{"max_pixels": 9000}, {"min_pixels": 30000}]
+    elif "smolvlm" in name or "idefics3" in name:
+        more += [{"size": {"longest_edge": 146}}, {"do_resize": False}, {"do_image_splitting": False}]
+    elif "internvl" in name:
+        more += [{"crop_to_patches": False}, {"min_patches": 2, "max_patches": 6}]
+    for change in more:
+        count = family.count_tokens("image", pictures, change)
+        try:
+            made = family.expand("image", pictures, change)
+        except BadMedia:  # far longer than wide
+            continue
+        assert count == sum(len(expansion.token_ids) for expansion in made)
 
 
 def compare(name: str, source: Any, upright: Image.Image) -> bool:
