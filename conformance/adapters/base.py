@@ -184,7 +184,8 @@ class EngineRequest:
             the scenario set. `temperature` is always there.
         forced_token_ids: teacher forcing: the answer is these ids, all of them, whatever ends an answer
             or limits its length otherwise; for engines with "forced_decode" or, where no scenario
-            asks for it, "forced_prompt".
+            asks for it, "forced_prompt". One that cannot be forced is refused with a
+            NotImplementedError.
         capture: keys of `STAGES` to capture, for engines with "stages".
         mm_processor_kwargs: settings of the image processor for this request.
         prompt_embeds: [tokens, hidden] float32 instead of ids, for engines with "prompt_embeds".

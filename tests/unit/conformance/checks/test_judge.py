@@ -66,6 +66,15 @@ def test_an_unexpected_refusal_fails_whatever_is_checked() -> None:
     assert "too large" in found.findings[0].message
 
 
+@pytest.mark.parametrize(("kind", "verdict"), [("NotImplementedError", Verdict.WEAK), ("X", Verdict.FAIL)])
+def test_an_answer_that_cannot_be_forced_is_skipped_not_failed(kind: str, verdict: Verdict) -> None:
+    free = answer(RED)
+    refused = replace(free, output=None, forced=True, refused=EngineError(kind, "pictures"))
+    found = judged(make_history([make_pass("free", [free]), make_pass("forced", [refused])]), TOKENS)
+    assert found.verdict is verdict
+    assert "pictures" in found.findings[0].message
+
+
 def test_a_request_that_failed_in_an_arm_fails_too() -> None:
     run = answer(RED)
     assert run.output is not None
