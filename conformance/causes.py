@@ -94,6 +94,10 @@ CAUSES: Mapping[str, tuple[Cause, ...]] = {
     "hidden": (
         Cause("rope, where the keys are right: queries rotated by other positions"),
         Cause("the mask: window off by one, or a row that sees its future", f"{_HF}/issues/39408"),
+        Cause(
+            "at a picture's rows: they see each other in some models (Gemma 3), and a causal mask hides it",
+            f"{_VLLM}/pull/27938",
+        ),
         Cause("NaN or stale values of unused slots that reach attention", f"{_VLLM}/pull/936"),
         Cause("the block table: keys of another block, or in another order"),
         Cause("a weight transposed, fused in another order, or a bias left out"),

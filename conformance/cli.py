@@ -180,7 +180,8 @@ def _recheck(args: argparse.Namespace, console: Console) -> int:
         seconds = sum(p.seconds for p in history.passes)
         digest = digest_of(history, scenario, judgement, store.get)
         outcome = Outcome(Case(scenario, history.point), judgement, seconds, digest=digest)
-        told = Invocation(history.capabilities.engine, strict=args.strict, data=args.data)
+        options = tuple(args.engine_option)
+        told = Invocation(history.capabilities.engine, options=options, strict=args.strict, data=args.data)
         outcome = with_commands(outcome, told)
         outcomes.append(outcome)
         engines.append(history.capabilities)
@@ -337,6 +338,13 @@ def parser() -> argparse.ArgumentParser:
     recheck = commands.add_parser("recheck", help="judge saved histories again, without an engine")
     recheck.set_defaults(command=_recheck)
     recheck.add_argument("directory", type=Path)
+    recheck.add_argument(
+        "--engine-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what the run had, for the commands that are told; may be repeated",
+    )
     _add_reporting(recheck)
 
     listing = commands.add_parser("list", help="list scenarios")

@@ -179,10 +179,10 @@ def test_a_recheck_reports_where_the_engine_ran_and_not_where_it_is_judged(
     monkeypatch.setenv("MKL_CBWR", "where it ran")
     run("run", "--engine", WRONG, "--history", directory)
     monkeypatch.setenv("MKL_CBWR", "where it is judged")
-    status, out, _ = run("recheck", directory, "--strict", "--json", report)
+    status, out, _ = run("recheck", directory, "--strict", "--engine-option", "part=old", "--json", report)
     assert status == 1
     assert json.loads(report.read_text(encoding="utf-8"))["environment"]["MKL_CBWR"] == "where it ran"
-    assert "again: conformance run toy/one --engine fake --model toy" in out
+    assert "again: conformance run toy/one --engine fake --engine-option part=old --model toy" in out
     assert "--strict --data" in out
 
 
