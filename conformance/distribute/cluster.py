@@ -6,6 +6,7 @@ asked before the first case. What is sent to them is a few hundred bytes per cas
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import socket
@@ -30,6 +31,10 @@ GLANCE = 5.0
 
 #: Seconds after which a label that went with its node is not expected back.
 GONE = 60.0
+
+#: How an HTTP/2 client begins, gRPC's too: the preface, and an empty frame of settings (RFC 9113, 3.4).
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + b"\4" + b"\0" + b"\0\0\0\0"
+_FRAME_HEADER, _SETTINGS = 9, 4
 
 _HOST_PORT = re.compile(r"(?:\w+://)?(?P<host>[^:/]+|\[[^\]]+\]):(?P<port>\d+)")
 
@@ -211,16 +216,42 @@ class Cluster:
 
 
 def _must_answer(address: str, timeout: float) -> None:
-    """Raise ClusterError unless somebody listens there: Ray itself would try for minutes."""
+    """Raise ClusterError unless somebody there speaks gRPC, as Ray does: Ray itself would try for minutes."""
     if address == "auto":
         return
     match = _HOST_PORT.fullmatch(address)
     if match is None:
         raise ClusterError(f"--ray takes HOST:PORT or auto, got {address!r}")
     try:
-        socket.create_connection((match["host"].strip("[]"), int(match["port"])), timeout).close()
+        with socket.create_connection((match["host"].strip("[]"), int(match["port"])), timeout) as there:
+            trouble = None if _uses_tls() else _trouble_with(there, time.monotonic() + timeout)
     except (OSError, OverflowError) as error:
-        raise ClusterError(f"no Ray cluster at {address} (waited up to {timeout:g} s): {error}") from error
+        trouble = str(error)
+    if trouble is not None:
+        raise ClusterError(f"no Ray cluster at {address} (waited up to {timeout:g} s): {trouble}")
+
+
+def _uses_tls() -> bool:
+    """Whether Ray is told to encrypt, as it reads it: then only Ray can greet."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def _trouble_with(there: socket.socket, deadline: float) -> str | None:
+    """What is wrong with the answer to a greeting; None if it begins with a frame of settings."""
+    there.sendall(_HELLO)
+    answer = b""
+    while len(answer) < _FRAME_HEADER:
+        there.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            more = there.recv(_FRAME_HEADER - len(answer))
+        except TimeoutError:
+            return "what listens there takes the connection and does not answer"
+        if not more:
+            break
+        answer += more
+    if len(answer) == _FRAME_HEADER and answer[3] == _SETTINGS and not any(answer[5:]):
+        return None
+    return f"what listens there does not speak gRPC, as Ray does; it says {answer!r}"
 
 
 # Functions inside of functions, so that they travel by value: a worker without the suite, or with

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,6 +98,38 @@ def test_an_address_where_nobody_listens_is_refused_without_asking_ray(
         port = server.getsockname()[1]
     told = refused("--ray", f"127.0.0.1:{port}", "--ray-timeout", "2")
     assert f"no Ray cluster at 127.0.0.1:{port} (waited up to 2 s): [Errno 111]" in told
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "(waited up to 0.5 s): what listens there takes the connection and does not answer"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak gRPC, as Ray does; it says b'HTTP/1.1 '"),
+        (b"\0", "does not speak gRPC, as Ray does; it says b'\\x00'"),
+        (b"\0\0\0\4\0\0\0\0\0", "RuntimeError: it was asked"),
+    ],
+)
+def test_an_address_that_does_not_answer_as_ray_does_is_refused_without_asking_ray(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, answer: bytes | None, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", Ray(error=RuntimeError("it was asked")))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(ConnectionError):  # whoever refuses it hangs up on it
+                if answer is not None:
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+                while connection.recv(100):
+                    pass
+
+        there = threading.Thread(target=serve)
+        there.start()
+        patience = "0.5" if answer is None else "60"
+        told = refused("--ray", f"127.0.0.1:{server.getsockname()[1]}", "--ray-timeout", patience)
+        there.join()
+    assert message in told
 
 
 def test_what_ray_says_of_a_cluster_that_does_not_fit_is_told(
