@@ -8,6 +8,7 @@ hits, forked and resumed requests differ only in how far `num_computed_tokens` i
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -148,7 +149,7 @@ class Scheduler:
         self._tickets: dict[str, Ticket] = {}
         self._running: list[Request] = []  # in order of tickets; victims are taken from the end
         self._waiting = WaitingQueue()
-        self._num_added = 0
+        self._arrivals = itertools.count()  # numbers the requests
         self._num_steps = 0
         self._plan: StepPlan | None = None  # the latest one, until it is committed
 
@@ -197,8 +198,7 @@ class Scheduler:
             self.encoder_cache.check_whole(request)
         order = (request.priority, request.arrival) if self.policy == "priority" else ()
         self._groups.open(request)
-        self._enter(request, (*order, self._num_added))
-        self._num_added += 1
+        self._enter(request, (*order, next(self._arrivals)))
         self._waiting.push(self._tickets[request.request_id], request.request_id)
         self._trace(Submitted(request.request_id, request.num_prompt_tokens))
 
@@ -267,8 +267,10 @@ class Scheduler:
             return None
         self.encoder_cache.begin()
         scheduled: list[ScheduledRequest] = []
-        budget, preempted = self._plan_running(scheduled)
-        if not preempted:
+        num_running = len(self._running)
+        budget = self._plan_running(scheduled)
+        preempted = len(self._running) < num_running
+        if self._waiting and not preempted:
             self._plan_waiting(scheduled, budget)
         if not scheduled:
             raise InvariantError(
@@ -309,7 +311,8 @@ class Scheduler:
         """
         if plan is not self._plan:
             raise InvariantError(f"step {plan.step} is committed, but it is not the latest plan")
-        current = [s for s in plan.requests if self._is_current(s)]
+        # One that was aborted or preempted can only run again in a later plan.
+        current = [s for s in plan.requests if s.request.status is RequestStatus.RUNNING]
         check_result(plan, current, result)
         self._plan = None
         self.block_manager.copies_done(PendingCopies(plan.swap_out, plan.swap_in, plan.copies))
@@ -357,10 +360,9 @@ class Scheduler:
 
     # --- planning ---------------------------------------------------------------------------
 
-    def _plan_running(self, scheduled: list[ScheduledRequest]) -> tuple[int, bool]:
-        """Schedule running requests; returns the tokens left, and whether one was preempted."""
+    def _plan_running(self, scheduled: list[ScheduledRequest]) -> int:
+        """Schedule running requests, preempting others if need be; returns the tokens left."""
         budget = self.max_num_batched_tokens
-        preempted = False
         position = 0
         while position < len(self._running) and budget > 0:
             request = self._running[position]
@@ -376,13 +378,10 @@ class Scheduler:
             else:
                 # Those before `position` are scheduled; the last one never is.
                 self._put_back(self._running.pop(), self.preemption_mode)
-                preempted = True
-        return budget, preempted
+        return budget
 
     def _plan_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> None:
         """Admit waiting requests in order, up to the first that does not fit."""
-        if budget <= 0 or not self._waiting:
-            return
         room = Room(self._running, self.max_model_len, self.block_manager, self.max_preemptions)
         taken = sum(seats(request, self.max_num_seqs) for request in self._running)
         while budget > 0 and (first := self._waiting.first()) is not None:
@@ -531,12 +530,3 @@ class Scheduler:
         if request is None:
             raise UnknownRequest(f"no live request has the id {request_id!r}")
         return request
-
-    def _is_current(self, scheduled: ScheduledRequest) -> bool:
-        request = scheduled.request
-        return (
-            self._requests.get(scheduled.request_id) is request
-            and request.status is RequestStatus.RUNNING
-            and request.num_computed_tokens == scheduled.start
-            and self.block_manager.block_table(scheduled.request_id) == scheduled.block_table
-        )

@@ -238,7 +238,6 @@ class BlockManager:
             self.pool.hold(block_id)
         table = BlockTable(
             blocks=list(prefix.block_ids),
-            ids=prefix.block_ids,
             num_published=len(prefix.block_ids),
             num_computed=prefix.num_tokens,
         )
@@ -331,10 +330,8 @@ class BlockManager:
             if len(computed) > self.host_pool.num_available:
                 return False
             host_blocks = self.host_pool.take(len(computed))
-            self._transfers.swap_out(
-                BlockCopy(self._transfers.source(block_id), host_block)
-                for block_id, host_block in zip(computed, host_blocks, strict=True)
-            )
+            sources = map(self._transfers.source, computed)
+            self._transfers.swap_out(map(BlockCopy, sources, host_blocks))
         self._host_tables[request_id] = HostTable(tuple(host_blocks), table.num_computed)
         self._release(request_id)
         self._trace(SwappedOut(request_id, len(host_blocks)))
@@ -455,7 +452,7 @@ class BlockManager:
         """What is not in the blocks yet can neither be published nor shared."""
         written = table.num_computed // self.block_size
         waits = bool(self._transfers.swapping_in(request_id))
-        if waits or any(self._transfers.source(b) != b for b in table.blocks[written : written + 1]):
+        if waits or any(self._transfers.source(b) != b for b in table.blocks[written:]):
             raise InvariantError(
                 f"the blocks of request {request_id!r} wait for copies; run the plan that has them and"
                 " report copies_done first"

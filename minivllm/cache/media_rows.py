@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,17 +35,15 @@ def media_rows(
     items: Mapping[str, MediaItem],
     start: int,
     end: int,
-    *,
-    first_span: int = 0,
 ) -> tuple[MediaRows, ...]:
     """The media rows of tokens start … end - 1, with slots counted from `start`.
 
     Args:
-        spans: in order.
+        spans: in order, and apart.
         items: by content hash; one that is missing has no patches to tell.
-        first_span: spans before this one are known to end before `start`.
     """
     found = []
+    first_span = bisect.bisect_right(spans, start, key=lambda span: span.end)
     for index in range(first_span, len(spans)):
         span = spans[index]
         if span.start >= end:

@@ -51,14 +51,14 @@ def _frame(*fields: bytes) -> bytes:
 
 def _encode(value: str | int) -> bytes:
     if isinstance(value, str):
-        return b"s" + value.encode("utf-8", "surrogatepass")
+        return b"s" + value.encode(errors="surrogatepass")
     return b"i" + str(value).encode()
 
 
 def root_key(seed: int | None) -> bytes:
     """The parent key of first blocks: random if seed is None, so that keys cannot be guessed."""
     if seed is None:
-        return secrets.token_bytes(32)
+        return secrets.token_bytes()
     return hashlib.sha256(_frame(b"root", _encode(seed))).digest()
 
 
@@ -93,7 +93,7 @@ class PrefixChain:
     does not change.
     """
 
-    __slots__ = ("_block_size", "_contents", "_media", "_next_span", "_request", "_root")
+    __slots__ = ("_block_size", "_contents", "_media", "_request", "_root")
 
     def __init__(self, request: Request, block_size: int, root: bytes) -> None:
         self._request = request
@@ -101,7 +101,6 @@ class PrefixChain:
         self._root = root
         self._contents: list[BlockContent] = []
         self._media = sorted(request.media, key=lambda span: span.start)
-        self._next_span = 0  # spans before this one end before the next block
 
     def content(self, index: int) -> BlockContent:
         """Content of block `index`, which must be full, after all blocks before it."""
@@ -128,10 +127,7 @@ class PrefixChain:
                 f" {self._block_size} tokens, but only full blocks have a key"
             )
         end = start + self._block_size
-        spans = self._media
-        while self._next_span < len(spans) and spans[self._next_span].end <= start:
-            self._next_span += 1
-        media = media_rows(spans, self._request.media_items, start, end, first_span=self._next_span)
+        media = media_rows(self._media, self._request.media_items, start, end)
         parent = self._contents[index - 1] if index else None
         tags = tuple(self._tags(start, media))
         key = block_key(parent.key if parent else self._root, token_ids, tags)

@@ -81,10 +81,10 @@ class Sampler:
 
         Not argmax: which of several equal maxima it returns differs between devices.
         """
-        largest = logits.amax(dim=-1, keepdim=True)
+        largest = logits.amax(dim=1)
         ids = torch.arange(self._vocab_size, device=logits.device)
-        lowest = torch.where(logits == largest, ids, self._vocab_size).amin(dim=-1)
-        return largest.squeeze(-1).tolist(), lowest.tolist()
+        lowest = torch.where(logits == largest[:, None], ids, self._vocab_size).amin(dim=1)
+        return largest.tolist(), lowest.tolist()
 
     def _log_softmax(self, logits: torch.Tensor, rows: Sequence[int]) -> list[NDArray[np.float32]]:
         if not rows:

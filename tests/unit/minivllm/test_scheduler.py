@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from minivllm.cache import BlockManager, PrefixStats
+from minivllm.cache import BlockManager, PrefixChain, PrefixIndex, PrefixStats
 from minivllm.errors import (
     CapacityError,
     ConfigError,
@@ -146,8 +146,10 @@ def result(plan: StepPlan, **tokens: int) -> StepResult:
 def test_every_wrong_setting_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Bench(max_num_seqs=0, budget=-1, max_model_len=0, policy="random")  # type: ignore[arg-type]
-    for part in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "got 'random'"):
-        assert part in str(caught.value)
+    assert str(caught.value) == (
+        "max_num_seqs must be at least 1, got 0; max_num_batched_tokens must be at least 1, got -1;"
+        " max_model_len must be at least 1, got 0; policy must be fcfs or priority, got 'random'"
+    )
 
 
 def test_an_id_in_use_is_refused_and_free_again_once_its_request_has_ended() -> None:
@@ -233,6 +235,15 @@ def test_chunks_of_a_prompt_mix_with_decoding_in_one_step() -> None:
     assert bench.step() == {"a": (3, 1), "b": (0, 4)}
     assert bench.step() == {"a": (4, 1), "b": (4, 4)}
     assert bench.step() == {"a": (5, 1), "b": (8, 2)}
+
+
+def test_a_step_spends_its_budget_to_the_last_token() -> None:
+    bench = Bench(budget=3)
+    bench.add(request("a", 1), request("b", 1))
+    bench.step()
+    bench.add(request("c", 2))
+    assert bench.step() == {"a": (1, 1), "b": (1, 1), "c": (0, 1)}
+    assert bench.step() == {"a": (2, 1), "b": (2, 1), "c": (1, 1)}
 
 
 def test_an_unfinished_prompt_samples_nothing() -> None:
@@ -351,6 +362,16 @@ def test_nobody_is_admitted_in_a_step_with_a_preemption() -> None:
     bench.add(request("c", 1, max_tokens=1))
     assert list(bench.step()) == ["a"]
     assert list(bench.scheduler.requests) == ["a", "b", "c"]
+
+
+def test_not_even_one_that_is_better_than_the_victim_is_admitted_in_a_step_with_a_preemption() -> None:
+    bench = Bench(usable=5, block_size=2, policy="priority", caching=False)
+    bench.add(request("high", 3, priority=1), request("low", 3, priority=5))
+    bench.step()
+    bench.add(request("middle", 3, priority=3))  # one block is left, it needs two
+    assert list(bench.step()) == ["high", "low"]
+    assert list(bench.step()) == ["high"]  # takes that one; low gives two back
+    assert list(bench.step()) == ["high", "middle"]
 
 
 def test_preempted_requests_go_before_those_that_never_ran() -> None:
@@ -510,6 +531,21 @@ def test_a_request_that_waits_for_room_is_counted_once_however_often_it_is_looke
     assert bench.blocks.stats.num_requests == 1
     bench.drain()
     assert bench.blocks.stats.num_requests == 2
+
+
+def test_admitting_a_request_looks_for_its_prefix_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    match = PrefixIndex.match
+
+    def counted(self: PrefixIndex, chain: PrefixChain, limit: int) -> tuple[int, ...]:
+        limits.append(limit)
+        return match(self, chain, limit)
+
+    monkeypatch.setattr(PrefixIndex, "match", counted)
+    bench = Bench()
+    bench.add(request("a", [1, 2, 3, 4, 5]), request("b", [1, 2, 3]))
+    bench.drain()
+    assert limits == [2, 1]
 
 
 def test_after_a_reset_nothing_is_hit() -> None:
@@ -716,6 +752,29 @@ def test_events_tell_the_life_of_a_request_in_order() -> None:
     ]
 
 
+def test_steps_are_numbered_as_they_are_planned() -> None:
+    bench = Bench()
+    bench.add(request("a", max_tokens=3))
+    bench.plan()
+    bench.drain()
+    assert [event.step for event in bench.of(Planned)] == [0, 1, 2, 3]  # type: ignore[attr-defined]
+
+
+def test_a_snapshot_of_the_blocks_says_which_request_holds_what() -> None:
+    bench = Bench()
+    bench.add(req := request("a", 3), request("b", 2))
+    bench.step()
+    blocks = bench.scheduler.kv_snapshot().blocks
+    assert [[owner.request_id for owner in block.owners] for block in blocks[:5]] == [
+        [],
+        ["a"],
+        ["a"],
+        ["b"],
+        [],
+    ]
+    assert blocks[1].token_ids == tuple(req.token_ids[:2])
+
+
 def test_live_requests_can_be_read_but_not_changed() -> None:
     bench = Bench()
     bench.add(req := request("a"))
@@ -826,4 +885,12 @@ def test_a_plan_that_could_not_go_on_raises_instead_of_hanging() -> None:
     bench.blocks.pool.take(2)  # a leak
     bench.add(request("a"))
     with pytest.raises(InvariantError, match=r"every step makes progress.*0 running and 1 waiting"):
+        bench.scheduler.plan()
+
+
+def test_a_request_refused_the_room_it_was_found_to_have_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.add(request("a"))
+    monkeypatch.setattr(bench.blocks, "allocate", lambda *_: False)
+    with pytest.raises(InvariantError, match="'a' fits the pool but was not allocated"):
         bench.scheduler.plan()

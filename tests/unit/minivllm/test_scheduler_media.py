@@ -46,7 +46,10 @@ def test_a_chunk_ends_before_the_picture_that_has_no_room(
     bench = make_bench(max_encoder_embeddings=5)
     bench.add(with_media(make_request("r", 12), (1, 4, "a"), (6, 3, "b")))
     assert bench.step() == {"r": (0, 6)}
-    assert bench.step() == {"r": (6, 6)}
+    plan = bench.plan()
+    assert ([item.content_hash for item in plan.encode], plan.evict_media) == (["b"], ("a",))
+    bench.commit(plan, bench.run(plan))
+    assert bench.sequences["r"].num_computed_tokens == 12
     assert [type(e).__name__ for e in bench.of(Encoded, MediaEvicted)] == [
         "Encoded",
         "MediaEvicted",
@@ -162,6 +165,13 @@ def test_the_encoder_budget_must_be_positive(make_bench: MakeBench) -> None:
         make_bench(max_encoder_embeddings=0)
 
 
+def test_by_default_a_picture_has_at_most_2048_rows(make_bench: MakeBench, make_request: MakeRequest) -> None:
+    bench = make_bench(max_model_len=3000, usable=2000)
+    bench.add(with_media(make_request("r", 2050), (1, 2048, "a")))
+    with pytest.raises(CapacityError, match="2049 embeddings exceeds the encoder cache of 2048"):
+        bench.add(with_media(make_request("s", 2050), (1, 2049, "b")))
+
+
 def whole(request: Request, *spans: tuple[int, int, str]) -> Request:
     """As `with_media`, and the tokens of each span see one another."""
     with_media(request, *spans)
@@ -195,6 +205,17 @@ def test_a_whole_picture_waits_for_a_step_that_has_room_for_it(
     assert bench.step() == {"text": (0, 4), "r": (0, 1)}
     assert bench.step() == {"text": (4, 1), "r": (1, 5)}
     assert bench.step() == {"text": (5, 1), "r": (6, 2)}
+
+
+def test_a_running_request_whose_whole_picture_has_no_room_holds_nobody_up(
+    make_bench: MakeBench, make_request: MakeRequest
+) -> None:
+    bench = make_bench(max_num_batched_tokens=5)
+    bench.add(make_request("text", 2, max_tokens=2), whole(make_request("r", 8), (1, 5, "a")))
+    bench.add(make_request("last", 2, max_tokens=2))
+    assert bench.step() == {"text": (0, 2), "r": (0, 1), "last": (0, 2)}
+    assert bench.step() == {"text": (2, 1), "last": (2, 1)}
+    assert bench.step() == {"r": (1, 5)}
 
 
 def test_nobody_overtakes_a_waiting_request_whose_whole_picture_has_no_room(

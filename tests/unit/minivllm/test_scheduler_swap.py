@@ -88,6 +88,14 @@ def test_auto_recomputes_what_is_not_more_than_one_block(
     assert [(e.mode, e.fallback) for e in bench.of(Preempted)] == [("recompute", False), ("swap", False)]
 
 
+def test_swap_saves_even_a_single_token(make_bench: MakeBench, make_request: MakeRequest) -> None:
+    bench = make_bench(block_size=4, host=1, preemption_mode="swap")
+    bench.add(make_request("a", 1))
+    bench.step()
+    bench.scheduler.preempt("a")
+    assert bench.of(Preempted) == [Preempted("a", "swap", 1)]
+
+
 def test_nothing_computed_is_nothing_to_swap_and_no_fallback(
     make_bench: MakeBench, make_request: MakeRequest
 ) -> None:
@@ -306,20 +314,20 @@ def test_without_the_bound_one_request_would_be_preempted_again_and_again(
 ) -> None:
     """The victim of a stream of better requests: each fits at first, and throws it out as it grows."""
 
-    def worst(max_preemptions: int) -> int:
-        bench = make_bench(
-            usable=30, block_size=1, caching=False, policy="priority", max_preemptions=max_preemptions
-        )
-        bench.add(victim := make_request("victim", 4, max_tokens=26, priority=9))
+    def worst(**bound: int) -> int:
+        options = {"usable": 60, "block_size": 1, "caching": False, "policy": "priority", "max_model_len": 60}
+        bench = make_bench(**options, **bound)
+        bench.add(victim := make_request("victim", 4, max_tokens=56, priority=9))
         while not victim.status.is_final:
             if bench.scheduler.num_running == len(bench.scheduler.requests) == 1:
-                bench.add(make_request(f"r{len(bench.sequences)}", 1, max_tokens=29, priority=1))
+                bench.add(make_request(f"r{len(bench.sequences)}", 1, max_tokens=59, priority=1))
             bench.step()
         bench.drain()
         return int(victim.num_preemptions)
 
-    assert worst(99) > 2
-    assert [worst(most) for most in range(3)] == [0, 1, 2]
+    assert worst(max_preemptions=99) > 3
+    assert [worst(max_preemptions=most) for most in range(3)] == [0, 1, 2]
+    assert worst() == 3, "the default"
 
 
 def test_a_request_preempted_to_the_bound_runs_to_its_end_once_it_is_let_in(

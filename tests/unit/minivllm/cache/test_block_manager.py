@@ -17,13 +17,18 @@ def request(name: str, token_ids: Sequence[int], *, prompt_logprobs: int | None 
 
 
 def manager(
-    num_blocks: int = 6, block_size: int = 2, *, caching: bool = True, trace: list[Event] | None = None
+    num_blocks: int = 6,
+    block_size: int = 2,
+    *,
+    caching: bool = True,
+    seed: int = 0,
+    trace: list[Event] | None = None,
 ) -> BlockManager:
     return BlockManager(
         num_blocks,
         block_size,
         enable_prefix_caching=caching,
-        prefix_seed=0,
+        prefix_seed=seed,
         trace=(lambda _: None) if trace is None else trace.append,
     )
 
@@ -219,6 +224,27 @@ def test_without_prefix_caching_nothing_is_published_found_or_kept() -> None:
     assert [type(event) for event in events] == [Allocated]
 
 
+def test_the_seed_fixes_the_keys_of_blocks() -> None:
+    def key(seed: int) -> bytes:
+        serve(blocks := manager(seed=seed), request("a", [1, 2]))
+        return blocks.index.content(1).key
+
+    assert key(1) == key(1)
+    assert key(1) != key(2)
+
+
+def test_the_key_of_a_block_is_computed_once_however_often_it_is_looked_for(
+    keys_made: list[tuple[int, ...]],
+) -> None:
+    blocks, req = manager(9, 2), request("a", [1, 2, 3, 4, 5, 6])
+    for _ in range(3):
+        blocks.find_prefix(req)
+    blocks.allocate(req, 6)
+    for req.num_computed_tokens in (3, 6):
+        blocks.publish(req)
+    assert keys_made == [(1, 2), (3, 4), (5, 6)]
+
+
 def test_two_requests_that_compute_the_same_both_keep_their_own_blocks() -> None:
     blocks = manager(9, 2)
     one, other = request("a", [1, 2, 3]), request("b", [1, 2, 3])
@@ -325,11 +351,14 @@ def test_a_shared_prefix_outlives_the_one_who_computed_it() -> None:
 
 
 def test_discarded_blocks_are_never_hit_again_even_those_published_before() -> None:
-    blocks = manager(9, 2)
+    events: list[Event] = []
+    blocks = manager(9, 2, trace=events)
     req = request("a", [1, 2, 3, 4, 5])
     blocks.allocate(req, 5)
     compute(blocks, req, 2)
+    events.clear()
     blocks.discard("a")
+    assert events == [Evicted(1)]
     blocks.check_integrity()
     assert blocks.find_prefix(request("b", [1, 2, 3, 4, 5])) == PrefixMatch()
     assert blocks.counts().free == 8
@@ -378,6 +407,17 @@ def test_events_tell_hits_allocations_publishing_and_eviction_in_order() -> None
         Allocated("b", (3, 2)),
         Published("b", 3),
     ]
+
+
+def test_an_append_tells_which_blocks_it_added() -> None:
+    events: list[Event] = []
+    blocks = manager(trace=events)
+    req = request("a", [1, 2])
+    blocks.allocate(req, 2)
+    events.clear()
+    assert blocks.append(req, 3)
+    assert blocks.append(req, 4)
+    assert events == [Allocated("a", (2,))]
 
 
 def test_unused_slots_are_the_null_block_free_blocks_and_the_ends_of_written_ones() -> None:

@@ -187,6 +187,27 @@ def test_forks_publish_what_each_of_them_computed() -> None:
     assert blocks.find_prefix(request("y", [1, 2, 3, 60, 0])) == PrefixMatch((1, 2), 4)
 
 
+def test_a_fork_publishes_its_own_text_however_far_its_parent_looked_ahead() -> None:
+    blocks = manager()
+    compute(blocks, request("p", [1, 2, 3]), 1)  # looked for [1, 2] before
+    blocks.fork("p", child := request("c", [1]))
+    child.token_ids.append(9)
+    compute(blocks, child)
+    assert blocks.find_prefix(request("x", [1, 9, 0])).num_tokens == 2
+    assert blocks.find_prefix(request("y", [1, 2, 0])).num_tokens == 0
+
+
+def test_a_fork_computes_the_keys_of_its_own_blocks_only(keys_made: list[tuple[int, ...]]) -> None:
+    blocks = manager()
+    _, child = forked(blocks, [1, 2, 3, 4, 5])
+    keys_made.clear()
+    assert blocks.append(child, 6)
+    blocks.copies_done(blocks.pending_copies())
+    child.num_computed_tokens = 6
+    blocks.publish(child)
+    assert keys_made == [(5, 60)]
+
+
 def test_a_fork_outlives_its_parent() -> None:
     blocks = manager()
     _, child = forked(blocks, [1, 2, 3])
@@ -213,9 +234,10 @@ def test_what_is_not_in_the_blocks_yet_is_neither_forked_nor_published(pending: 
         blocks.swap_in(parent, 4)
     else:
         blocks.append(parent, 4)
-    with pytest.raises(InvariantError, match="request 'p' wait for copies"):
+    advice = "request 'p' wait for copies; run the plan that has them and report copies_done first"
+    with pytest.raises(InvariantError, match=advice):
         blocks.fork("p", request("d", [1, 2, 3]))
-    with pytest.raises(InvariantError, match="request 'p' wait for copies"):
+    with pytest.raises(InvariantError, match=advice):
         blocks.publish(parent)
     step(blocks)
     blocks.fork("p", request("d", [1, 2, 3]))
@@ -288,6 +310,12 @@ def test_a_swap_out_without_room_on_the_host_changes_nothing() -> None:
     before = state(blocks)
     assert not blocks.swap_out("a")
     assert state(blocks) == before
+
+
+def test_by_default_there_is_no_room_on_the_host() -> None:
+    blocks = BlockManager(4, 2, enable_prefix_caching=False)
+    compute(blocks, request("a", [1]))
+    assert not blocks.swap_out("a")
 
 
 def test_a_swap_in_without_room_on_the_device_changes_nothing() -> None:

@@ -187,6 +187,12 @@ def test_a_forked_chain_shares_contents_and_then_goes_its_own_way() -> None:
     assert fork.content(3).key != contents[3].key
 
 
+def test_a_chain_forked_before_its_first_block_is_full_starts_at_the_same_root() -> None:
+    parent, child = request([1]), request([1, 2])
+    fork = PrefixIndex(2, 0).chain(parent).fork(child, 0)
+    assert fork.content(0).key == block_key(ROOT, (1, 2), ())
+
+
 def test_the_longest_published_prefix_is_found_up_to_the_limit() -> None:
     index = PrefixIndex(2, 0)
     publish(index, request([1, 2, 3, 4, 5, 6]), [7, 8, 9])
@@ -301,6 +307,6 @@ def test_the_integrity_check_finds_an_entry_that_does_not_fit_its_block(damage: 
         law = "a published block carries its key"
     else:
         del index._content[2]
-        law = "an index entry and its block name each other"
+        law = r"an index entry and its block name each other' is broken: \[2\]"
     with pytest.raises(InvariantError, match=law):
         index.check_integrity()

@@ -201,6 +201,22 @@ def test_inputs_are_left_as_they_were(make_row: MakeRow, make_sampler: MakeSampl
     assert torch.equal(logits, before)
 
 
+def test_each_row_needs_its_sequence_index_and_each_logit_row_its_next_id(
+    make_row: MakeRow, make_sampler: MakeSampler
+) -> None:
+    logits = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="shorter"):
+        make_sampler(3).sample(logits, [make_row()] * 2, [0])
+    with pytest.raises(ValueError, match="shorter"):
+        make_sampler(3).prompt_logprobs(logits, [1], 0)
+
+
+def test_torch_s_default_device_does_not_matter(make_row: MakeRow, make_sampler: MakeSampler) -> None:
+    logits = torch.tensor([[0.0, 2, 2, 1]])
+    with torch.device("meta"):
+        assert only(make_sampler(4).sample(logits, [make_row(logprobs=1)])).token_id == 1
+
+
 def test_an_empty_batch_gives_nothing(make_sampler: MakeSampler) -> None:
     assert make_sampler(5).sample(torch.empty(0, 5), []) == []
 
