@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minivllm.device import ran_out_of_memory
 from minivllm.errors import BadMedia, BadParameter, ConfigError
-from minivllm.multimodal.written_settings import written_settings
+from minivllm.multimodal.written_settings import setting_problems, written_settings
 
 __all__ = ["ImageProcessor"]
 
@@ -118,4 +118,6 @@ class ImageProcessor:
             validate_typed_dict(self.hf.valid_kwargs, dict(settings))
         except (StrictDataclassError, ValueError, TypeError) as error:
             raise BadParameter(f"image processor settings {dict(settings)}: {error}") from error
+        if problems := list(setting_problems(settings)):
+            raise BadParameter(f"image processor settings: {'; '.join(problems)}")
         return dict(settings)

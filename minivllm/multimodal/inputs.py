@@ -128,15 +128,15 @@ def _parts(content: Any, media: dict[str, list[Any]]) -> Iterator[dict[str, str]
         if not isinstance(part, Mapping):
             raise BadParameter(f"a part of a message is a mapping with a type, got {part!r}")
         kind = part.get("type")
+        field, key = _PARTS.get(kind, ("", "")) if isinstance(kind, str) else ("", "")
         if kind == "text" and isinstance(part.get("text"), str):
             yield {"type": "text", "text": part["text"]}
             continue
-        if kind not in _PARTS or _PARTS[kind][0] not in part:
+        if not field or field not in part:
             raise BadParameter(
                 f"a part of a message has type text with text, or {', '.join(_PARTS)} with the like; got a "
                 f"part of type {kind!r} with {sorted(map(str, part))}"
             )
-        field, key = _PARTS[kind]
         source = part[field]
         if kind == "image_url":
             source = source.get("url") if isinstance(source, Mapping) else source

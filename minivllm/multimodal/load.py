@@ -63,7 +63,7 @@ def load_image(source: ImageSource) -> Image.Image:
     if isinstance(source, Image.Image):
         return _decoded(source, "the image")
     if isinstance(source, torch.Tensor):
-        source = source.detach().to("cpu").numpy()
+        source = _as_array(source, "an image")
     if isinstance(source, np.ndarray):
         return _from_array(source)
     if isinstance(source, bytes | bytearray | memoryview):
@@ -112,11 +112,12 @@ def load_video(source: Any) -> Video | VideoFile:
         unknown = sorted(map(str, set(source) - {"frames", "fps", "timestamps"}))
         if "frames" not in source or unknown:
             raise BadMedia(
-                f"a video needs frames, and may have fps or timestamps, or is a file; got {sorted(source)}"
+                "a video needs frames, and may have fps or timestamps, or is a file; got "
+                f"{sorted(map(str, source))}"
             )
         source, fps, timestamps = source["frames"], source.get("fps"), source.get("timestamps")
     if isinstance(source, torch.Tensor):
-        source = source.detach().to("cpu").numpy()
+        source = _as_array(source, "a video")
     if isinstance(source, np.ndarray):
         if source.ndim != 4:
             raise BadMedia(
@@ -235,6 +236,19 @@ def _decoded(image: Image.Image, what: str) -> Image.Image:
             raise
         raise BadMedia(f"{what} is damaged or cut short: {error}") from error
     return upright
+
+
+def _as_array(tensor: torch.Tensor, what: str) -> np.ndarray[Any, Any]:
+    try:
+        array: np.ndarray[Any, Any] = tensor.detach().to("cpu").numpy()
+    except (RuntimeError, TypeError) as error:  # no values, not dense, or a type that NumPy lacks
+        if ran_out_of_memory(error):
+            raise
+        raise BadMedia(
+            f"{what} must be dense and uint8, got a tensor {list(tensor.shape)} of {tensor.dtype} and layout "
+            f"{tensor.layout} on {tensor.device}"
+        ) from error
+    return array
 
 
 def _from_array(array: np.ndarray[Any, Any]) -> Image.Image:

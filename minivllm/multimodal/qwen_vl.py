@@ -318,10 +318,7 @@ class Qwen2VLProcessor:
                 f"supplied embeddings of this model are {{{', '.join(map(repr, sorted(known)))}}}, of which "
                 f"{names[0]} and {names[1]} must be there; got {sorted(map(str, given))}"
             )
-        rows, grid_thw = torch.as_tensor(given[names[0]]), torch.as_tensor(given[names[1]]).flatten()
-        if grid_thw.numel() != 3 or grid_thw.dtype.is_floating_point or int(grid_thw.min()) < 1:
-            raise BadMedia(f"{names[1]} must be three positive integers, got {grid_thw.tolist()}")
-        grid = (int(grid_thw[0]), int(grid_thw[1]), int(grid_thw[2]))
+        rows, grid = torch.as_tensor(given[names[0]]), _checked_grid(given[names[1]], names[1])
         if grid[1] % self._merge or grid[2] % self._merge:
             raise BadMedia(
                 f"{names[1]} {list(grid)} is not one of whole {self._merge} × {self._merge} blocks"
@@ -510,6 +507,16 @@ def _even_fps(video: Video) -> float:
             f"got {list(video.timestamps)}"
         )
     return float(1 / steps.mean())
+
+
+def _checked_grid(value: Any, name: str) -> tuple[int, int, int]:
+    try:
+        numbers = torch.as_tensor(value).flatten().tolist()
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        numbers = []
+    if len(numbers) != 3 or not all(isinstance(number, int) and number > 0 for number in numbers):
+        raise BadMedia(f"{name} must be three positive integers, got {value!r}")
+    return numbers[0], numbers[1], numbers[2]
 
 
 def _check_limits(size: Mapping[str, int]) -> None:

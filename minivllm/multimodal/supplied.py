@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.device import ran_out_of_memory
 from minivllm.errors import BadMedia
 from minivllm.multimodal.hashing import tensors_hash
 from minivllm.request import MediaItem
@@ -27,7 +28,16 @@ def checked_rows(source: Any, hidden_size: int, name: str) -> Tensor:
         raise BadMedia(f"{name} must have the shape [rows, {hidden_size}], got {list(source.shape)}")
     if not source.dtype.is_floating_point:
         raise BadMedia(f"{name} must be floating point, got {source.dtype}")
-    if not bool(torch.isfinite(source).all()):
+    try:
+        finite = bool(torch.isfinite(source).all())
+    except RuntimeError as error:  # no values, not dense, or a type of eight bits
+        if ran_out_of_memory(error):
+            raise
+        raise BadMedia(
+            f"{name} must be dense and at least float16, got {source.dtype} of layout {source.layout} on "
+            f"{source.device}"
+        ) from error
+    if not finite:
         raise BadMedia(f"{name} must be finite, got NaN or infinite values")
     return source.detach().clone()
 

@@ -15,7 +15,7 @@ from minivllm.errors import ConfigError
 from minivllm.models.hf_config import read_json
 from minivllm.multimodal.frame_choice import MAX_NUM_FRAMES
 
-__all__ = ["written_settings"]
+__all__ = ["setting_problems", "written_settings"]
 
 #: Section of processor_config.json → the files that hold the same in older directories.
 _FILES = {
@@ -46,18 +46,23 @@ def written_settings(
     return {}
 
 
+#: Most tiles of a picture: every grid of so many is looked at, by Transformers too.
+_MAX_PATCHES = 512
+
+
 class _Rule(NamedTuple):
     holds: Callable[[Any], bool]
     wanted: str
 
 
 def _checked(values: dict[str, Any], path: Path, prefix: str) -> dict[str, Any]:
-    if problems := [f"{prefix}{problem}" for problem in _problems(values)]:
+    if problems := [f"{prefix}{problem}" for problem in setting_problems(values)]:
         raise ConfigError(f"{path}: {'; '.join(problems)}")
     return values
 
 
-def _problems(values: Mapping[str, Any]) -> Iterator[str]:
+def setting_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with values that no processor can work with, one by one; a request's too."""
     for name, value in values.items():
         rule = _FLAG if name.startswith("do_") else _RULES.get(name)
         if rule and not rule.holds(value) and (value is not None or name in _NEVER_NULL):
@@ -80,6 +85,10 @@ def _is_count(value: object) -> bool:
 
 def _is_number_of_frames(value: Any) -> bool:
     return _is_count(value) and value <= MAX_NUM_FRAMES
+
+
+def _is_number_of_patches(value: Any) -> bool:
+    return _is_count(value) and value <= _MAX_PATCHES
 
 
 def _is_positive(value: Any) -> bool:
@@ -105,6 +114,7 @@ def _per_channel(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _FLAG = _Rule(lambda value: isinstance(value, bool), "true or false")
 _COUNT = _Rule(_is_count, "a positive whole number")
 _FRAMES = _Rule(_is_number_of_frames, f"a whole number from 1 to {MAX_NUM_FRAMES}")
+_PATCHES = _Rule(_is_number_of_patches, f"a whole number from 1 to {_MAX_PATCHES}")
 _POSITIVE = _Rule(_is_positive, "a positive number")
 _SIZE = _Rule(_is_size, "a positive whole number, two of them, or a mapping of edges to such numbers")
 
@@ -121,11 +131,11 @@ _RULES: Mapping[str, _Rule] = {
     "image_std": _Rule(_per_channel(_is_positive), "a positive number, or three of them"),
     "max_frames": _COUNT,
     "max_image_size": _SIZE,
-    "max_patches": _COUNT,
+    "max_patches": _PATCHES,
     "max_pixels": _COUNT,
     "merge_size": _COUNT,
     "min_frames": _FRAMES,
-    "min_patches": _COUNT,
+    "min_patches": _PATCHES,
     "min_pixels": _COUNT,
     "num_frames": _FRAMES,
     "patch_size": _COUNT,

@@ -33,7 +33,7 @@ def adjust(logits: NDArray[np.float64], row: ScheduledRequest) -> None:
     """
     sampling = row.sampling
     if sampling.logit_bias:
-        logits[list(sampling.logit_bias)] += list(sampling.logit_bias.values())
+        logits[list(sampling.logit_bias)] += [float(bias) for bias in sampling.logit_bias.values()]
     if _within_min_tokens(row):
         # EOS too when ignore_eos is set: min_tokens keeps it out of the text (vLLM does the same).
         stops = np.array([*row.request.eos_token_ids, *sampling.stop_token_ids], dtype=np.intp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import PIL
@@ -56,6 +57,15 @@ def test_a_setting_of_the_wrong_type_is_refused() -> None:
         ImageProcessor(DIRECTORY, {}).settings({"do_resize": "no"})
 
 
+@pytest.mark.parametrize(
+    "settings", [{"resample": 9}, {"image_std": [0.5, 0.0, 0.5]}, {"rescale_factor": -1.0}]
+)
+def test_a_number_that_no_processor_can_work_with_is_refused(settings: dict[str, object]) -> None:
+    [(name, value)] = settings.items()
+    with pytest.raises(BadParameter, match=rf"settings: {name} must be .*, got {re.escape(repr(value))}"):
+        ImageProcessor(DIRECTORY, {}).settings(settings)
+
+
 def test_a_setting_that_a_family_cannot_honour_is_refused_with_its_reason() -> None:
     refused = {"size": "the model has positions for 56 × 56 only"}
     processor = ImageProcessor(DIRECTORY, {}, refused=refused)
@@ -71,8 +81,8 @@ def test_a_picture_that_cannot_be_processed_is_refused_with_its_size() -> None:
 
 def test_a_picture_that_the_settings_do_not_suit_is_refused_with_them() -> None:
     processor = ImageProcessor(DIRECTORY, {})
-    with pytest.raises(BadMedia, match=r"112 × 84 pixels cannot be processed with \{'size': \{'height': 0"):
-        processor([picture()], **processor.settings({"size": {"height": 0, "width": 0}}))
+    with pytest.raises(BadMedia, match=r"1000 × 1 pixels cannot be processed with \{'do_normalize': False"):
+        processor([picture(1000, 1)], **processor.settings({"do_normalize": False}))
 
 
 def test_a_directory_without_an_image_processor_is_refused(tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ def test_embeddings_may_stand_among_pictures() -> None:
         (ROWS.long(), "floating point, got torch.int64"),
         (ROWS * float("nan"), "must be finite"),
         (ROWS.numpy(), "must be a tensor"),
+        (ROWS.to("meta"), "must be dense .* on meta"),
+        (ROWS.to_sparse(), "must be dense .* layout torch.sparse_coo"),
+        (ROWS.to(torch.float8_e4m3fn), "at least float16, got torch.float8"),
         ({"rows": 4}, "must be a tensor"),
         ({"image_embeds": ROWS, "deepstack": 3}, "deepstack must be tensors"),
         ({"image_embeds": ROWS, "deepstack": [ROWS[:, :1]]}, r"deepstack must have the shape \[rows, 8\]"),
@@ -137,7 +140,15 @@ def test_for_a_text_only_model_texts_are_joined_and_texts_stay_texts() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [5, [5], [{"type": "sound", "sound": 1}], [{"type": "image"}], [{"type": "text", "text": 5}], [{}]],
+    [
+        5,
+        [5],
+        [{"type": ["image"], "image": 1}],
+        [{"type": "sound", "sound": 1}],
+        [{"type": "image"}],
+        [{"type": "text", "text": 5}],
+        [{}],
+    ],
 )
 def test_parts_of_another_form_are_refused(content: Any) -> None:
     with pytest.raises(BadParameter, match=r"part of a message|content of a message"):

@@ -157,6 +157,9 @@ def test_a_damaged_picture_is_refused() -> None:
         (np.zeros((5, 5, 4), np.uint8), r"uint8 of \[5, 5, 4\]"),
         (np.zeros((5, 5, 3), np.float32), r"float32 of \[5, 5, 3\]"),
         (torch.zeros(3, 5, 5), r"float32 of \[3, 5, 5\]"),
+        (torch.zeros(5, 5, 3, dtype=torch.bfloat16), r"\[5, 5, 3\] of torch.bfloat16"),
+        (torch.zeros(5, 5, 3, dtype=torch.uint8, device="meta"), "must be dense and uint8, .* on meta"),
+        (torch.zeros(5, 5, 3, dtype=torch.uint8).to_sparse(), "layout torch.sparse_coo"),
         (7, "got int"),
         (None, "got NoneType"),
     ],
@@ -243,6 +246,8 @@ def test_a_video_may_say_when_its_frames_were_taken() -> None:
         ({"frames": FRAMES, "timestamps": [0, 1]}, "3 frames need as many timestamps, got 2"),
         ({"frames": FRAMES, "timestamps": [0, 2, 1]}, "do not decrease"),
         ({"frames": FRAMES, "timestamps": 1.0}, "list of seconds"),
+        ({"frames": FRAMES, 1: 2}, r"may have fps or timestamps.*got \['1', 'frames'\]"),
+        (torch.zeros(1, 5, 5, 3, device="meta"), "a video must be dense .* on meta"),
     ],
 )
 def test_what_is_no_video_is_refused_with_what_it_is(source: Any, message: str) -> None:

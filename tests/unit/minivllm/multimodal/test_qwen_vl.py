@@ -156,7 +156,7 @@ def test_settings_of_the_engine_and_of_the_request(checkpoints: Path) -> None:
         ({"crop_size": 16}, "'crop_size' cannot be changed: the image processor of this family does nothing"),
         ({"max_pixel": 1}, r"unknown image processor settings \['max_pixel'\]; known: .*max_pixels"),
         ({"max_pixels": 100}, r"must be 1 … longest_edge \(the most, 100\), got 3136"),
-        ({"min_pixels": 0}, r"must be 1 … longest_edge \(the most, 50176\), got 0"),
+        ({"min_pixels": 0}, "min_pixels must be a positive whole number, got 0"),
         ({"max_pixels": "many"}, "max_pixels"),
     ],
 )
@@ -390,6 +390,9 @@ def test_supplied_embeddings_take_the_place_of_pixels(checkpoints: Path, name: s
         ),
         ({"image_grid_thw": torch.tensor([1, 3, 16])}, r"\[1, 3, 16\] is not one of whole 2 × 2 blocks"),
         ({"image_grid_thw": torch.tensor([1, 0, 16])}, "must be three positive integers"),
+        ({"image_grid_thw": "1, 6, 8"}, "must be three positive integers, got '1, 6, 8'"),
+        ({"image_grid_thw": [[1], [6, 8]]}, "must be three positive integers"),
+        ({"image_grid_thw": [2**70, 6, 8]}, "must be three positive integers"),
         (
             {"deepstack": torch.zeros(1, 12, 64)},
             r"deepstack must be 2 tensors of the shape \[12, 64\], got \[\[",

@@ -22,7 +22,8 @@ NO_NUMBER = [NAN, INFINITE, "2", True, [0.5], [0.5, 0.5, NAN], [0.5, 0.5, True]]
 NO_SIZE = [0, -1, NAN, "56", True, {}, [56], {"height": 0}, {"height": 56, "width": "56"}]
 
 WRONG: dict[str, list[Any]] = {
-    **dict.fromkeys(("max_patches", "max_pixels", "min_patches", "min_pixels"), NO_COUNT),
+    **dict.fromkeys(("max_pixels", "min_pixels"), NO_COUNT),
+    **dict.fromkeys(("max_patches", "min_patches"), (*NO_COUNT, 513)),
     **{name: [*NO_COUNT, None] for name in ("max_frames", "merge_size", "patch_size", "temporal_patch_size")},
     "min_frames": [*NO_COUNT, None, 2**20 + 1],
     "num_frames": [*NO_COUNT, 2**20 + 1],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -51,6 +52,11 @@ def test_repetition_comes_before_frequency_and_presence(make_row: MakeRow) -> No
         make_row([0], [0, 0], repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=1.0)
     )
     assert values[0] == 2.0 / 2 - 0.25 * 2 - 1.0
+
+
+def test_a_bias_may_be_any_real_number(make_row: MakeRow) -> None:
+    values = adjusted(make_row([1], [], logit_bias={1: Fraction(1, 2), 4: np.float32(0.25)}))
+    assert values.tolist() == [2.0, -0.5, 0.5, 3.0, 0.0, 1.0]
 
 
 def test_bias_comes_before_penalties(make_row: MakeRow) -> None:
