@@ -114,6 +114,8 @@ def _run(case: Case, spec: CheckSpec) -> list[Finding]:
     if _never_began(case):
         return [Finding(Verdict.SKIP, spec.name, None, "the engine failed before it took any request")]
     findings = CHECKS[spec.name].judge(case, spec.args)
+    if not findings and case.free.error is not None and "engine" not in case.error_expected():
+        return [Finding(Verdict.SKIP, spec.name, None, "the engine failed before this could be judged")]
     if not findings:
         raise CheckInputError("the check found nothing to judge")
     return findings

@@ -88,6 +88,14 @@ def test_a_failed_engine_is_not_also_blamed_for_what_it_never_answered() -> None
     assert found.verdict is Verdict.PASS
 
 
+def test_an_engine_that_failed_midway_fails_and_is_no_error_of_the_judge() -> None:
+    run = replace(answer(RED), output=None)
+    free = replace(make_pass("free", [run], error=EngineError("RuntimeError", "boom")), pool_after=None)
+    found = judged(make_history([free]), POOL)
+    assert [finding.verdict for finding in found.findings] == [Verdict.FAIL, Verdict.SKIP]
+    assert found.verdict is Verdict.FAIL
+
+
 def test_an_engine_that_cannot_load_fails_once_and_is_no_error_of_the_judge() -> None:
     free = make_pass("free", [], error=EngineError("NotImplementedError", "rope kind linear"))
     found = judged(make_history([free]), TOKENS, POOL)
