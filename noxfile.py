@@ -136,7 +136,7 @@ def faults(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Mutate block manager, prefix index, scheduler and sampler, and count what their unit tests notice.
 
-    Not part of CI: half an hour or more of processor time for all. `nox -s mutation -- "*[27]"` takes a
+    Not part of CI: twenty minutes or more of processor time for all. `nox -s mutation -- "*[27]"` takes a
     fifth of them, those whose number ends so; `-- "minivllm.cache.prefix_index*"` one module. A run that
     is stopped goes on where it was, and `mutants/` keeps what was found; the score is printed by module.
     """
