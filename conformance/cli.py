@@ -2,7 +2,7 @@
 
 Exit status: 0 something was judged and nothing failed, 1 something failed (or whoever read the output
 has gone), 2 the command or one of its files is wrong or cannot be written, 3 nothing was judged (every
-case was skipped), 130 interrupted.
+case was skipped), 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from conformance.engines import (
 from conformance.environment import shared_environment
 from conformance.models import ModelUnavailable, export_models, list_models, resolve_model
 from conformance.output_files import OutputClash
+from conformance.outside import TERMINATED, Terminated
 from conformance.paths import DataMissing, data_root
 from conformance.report import nothing_judged, print_case, print_summary, reproduce, run_fails
 from conformance.report_files import add_report_options, report_files, write_reports
@@ -116,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         Terminal(stderr=True).print("interrupted: nothing is judged as a whole", style="red")
         return 130
+    except Terminated:
+        return TERMINATED
 
 
 def _give_up_unwritable_output() -> None:

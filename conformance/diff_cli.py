@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from conformance.adapters.received import AdapterError
 from conformance.canonical import CanonicalError
 from conformance.direct import Comparison, Question, Side, compare
 from conformance.engines import EngineNotFound, engine_names, find_engine
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         )
         if args.json:
             args.json.write_text(json.dumps(found.as_dict(), indent=1), encoding="utf-8")
-    except (CanonicalError, EngineNotFound, ModelUnavailable, Skipped, OSError) as error:
+    except (AdapterError, CanonicalError, EngineNotFound, ModelUnavailable, Skipped, OSError) as error:
         complain(error)
         return 2
     print_comparison(Terminal(), found)

@@ -13,13 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conformance.adapters.base import EngineOutput, EngineRequest, Media, ModelSource
+from conformance.adapters.base import EngineAdapter, EngineOutput, EngineRequest, Media, ModelSource
+from conformance.adapters.received import declared, received
 from conformance.assets import DIGEST, Asset
 from conformance.checks import judge
 from conformance.checks.case import Case
 from conformance.checks.tokens import band, gap
 from conformance.history import History, RequestRun
 from conformance.media import MediaRef
+from conformance.outside import FROM_OUTSIDE
 from conformance.records import GoldenRecord
 from conformance.runner import EngineFactory, Retrace, retrace_scenario
 from conformance.scenario import CheckSpec, RequestSpec, Scenario, Step
@@ -136,6 +138,7 @@ def compare(
 
     Raises:
         Skipped: an engine cannot be asked this.
+        AdapterError: an engine cannot tell its capabilities.
         OSError: a picture cannot be read.
     """
     scenario = _scenario(question, source.name)
@@ -146,7 +149,14 @@ def compare(
     divergence = _first_difference(one.token_ids or (), two.token_ids or ())
     agreement = None
     if not lines and ran_a is not None and ran_b is not None and one.token_ids and two.token_ids:
-        agreement = _led_along(b, source, question, scenario, one)
+        try:
+            agreement = _led_along(b, source, question, scenario, one)
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as error:  # code of others
+            lines.append(
+                f"{two.engine} failed, led along the other's answer: {type(error).__name__}: {error}"
+            )
     verdict, margin, limit = _verdict(one, two, divergence, truth.record, lines)
     told = "computed from the reference" if truth.record else f"none: {truth.reason}"
     return Comparison(verdict, one, two, divergence, tuple(lines), told, margin, limit, agreement)
@@ -216,7 +226,7 @@ def _ask(
     scenario: Scenario, question: Question, factory: EngineFactory, source: ModelSource, truth: _Truth
 ) -> tuple[Side, RequestRun | None]:
     point = {"model": source.name, "dtype": question.dtype, "device": question.device}
-    features = factory(source, point).capabilities().features
+    features = declared(factory, source, point).features
     if question.form in features:  # then its own ids are part of what is compared
         scenario = replace(scenario, needs=(question.form,))
     history = retrace_scenario(scenario, point, factory, source, truth, Retrace(frozenset({ASKED})))
@@ -296,7 +306,7 @@ def _led_along(
     prompt, answer = a.prompt_token_ids, a.token_ids
     options: Mapping[str, Any] = {"dtype": question.dtype, "device": question.device}
     with factory(source, options) as engine:
-        features = engine.capabilities().features
+        features = declared(factory, source, options).features
         if prompt is None or not answer or "token_ids" not in features or "output_ids" not in features:
             return None
         chat = (
@@ -321,14 +331,14 @@ def _led_along(
             ),
         )
         if "forced_decode" in features:
-            [output] = engine.generate([replace(base, forced_token_ids=answer)])
+            [output] = _answers(engine, [replace(base, forced_token_ids=answer)])
             return _counted(output.choice_token_ids, answer, "forced decode")
         if question.images:
             return None  # ids that go on after a picture are no prompt of its own
         if "prompt_logprobs" in features:
             sampling = {**base.sampling, "max_tokens": 1, "prompt_logprobs": 1}
-            [output] = engine.generate(
-                [replace(base, sampling=sampling, prompt_token_ids=(*prompt, *answer))]
+            [output] = _answers(
+                engine, [replace(base, sampling=sampling, prompt_token_ids=(*prompt, *answer))]
             )
             return _counted(_prompt_choices(output, len(answer)), answer, "prompt logprobs (judges prefill)")
         one = {**base.sampling, "max_tokens": 1}
@@ -336,9 +346,15 @@ def _led_along(
             replace(base, request_id=f"{ASKED}-{i}", sampling=one, prompt_token_ids=(*prompt, *answer[:i]))
             for i in range(len(answer))
         ]
-        outputs = engine.generate(requests)
+        outputs = _answers(engine, requests)
         choices = [output.token_ids[0] if output.token_ids else -1 for output in outputs]
         return _counted(choices, answer, "one request per position")
+
+
+def _answers(engine: EngineAdapter, requests: Sequence[EngineRequest]) -> list[EngineOutput]:
+    """One answer to each request, in order."""
+    answers = received(engine.generate(requests), {one.request_id for one in requests}, "generate()")
+    return [answers[one.request_id] for one in requests]
 
 
 def _prompt_choices(output: EngineOutput, count: int) -> list[int] | None:

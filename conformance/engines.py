@@ -11,6 +11,7 @@ from typing import Any, cast
 import yaml
 
 from conformance.adapters.base import EngineAdapter, ModelSource
+from conformance.outside import FROM_OUTSIDE
 from conformance.runner import EngineFactory
 
 __all__ = [
@@ -80,7 +81,9 @@ def find_engine(name: str) -> EngineFactory:
     module, _, attribute = target.partition(":")
     try:
         factory = getattr(import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # code of others: it may raise anything, or leave
+    except FROM_OUTSIDE:
+        raise
+    except BaseException as error:  # code of others: it may raise anything, or leave
         told = f"{type(error).__name__}: {error}"
         raise EngineNotFound(f"engine {name!r} cannot be imported from {target}: {told}") from error
     if not callable(factory):

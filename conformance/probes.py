@@ -15,6 +15,7 @@ from conformance.checks import judge
 from conformance.checks.logits import logprob_band
 from conformance.history import History
 from conformance.models import resolve_model
+from conformance.outside import FROM_OUTSIDE
 from conformance.picture_probe import COLD, PICTURES, can_swap, swap_pictures
 from conformance.runner import EngineFactory, engine_requests, run_scenario
 from conformance.scenario import CheckSpec, Scenario, Step
@@ -106,7 +107,9 @@ def _pictures(
     options = {k: v for k, v in given.items() if k in honoured}
     try:
         return swap_pictures(asked, lambda: factory(source, options), band), ""
-    except Exception as error:  # code of others; the other relations stand
+    except FROM_OUTSIDE:
+        raise
+    except BaseException as error:  # code of others; the other relations stand
         return {}, f"; its pictures could not be swapped: {type(error).__name__}: {error}"
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from conformance.adapters.received import AdapterError
 from conformance.checks import CHECKS, judge
 from conformance.checks.case import Case as Evidence
 from conformance.checks.case import CheckInputError
@@ -120,7 +121,7 @@ def examine(
         source = resolve_model(case.point["model"], root)
         retrace = Retrace(requests, arms)
         history = retrace_scenario(case.scenario, case.point, factory, source, store, retrace)
-    except (Skipped, ModelUnavailable) as reason:
+    except (AdapterError, Skipped, ModelUnavailable) as reason:
         raise TriageError(str(reason)) from reason
     capabilities = history.capabilities
     if "stages" not in capabilities.features:

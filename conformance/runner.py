@@ -40,6 +40,7 @@ from conformance.environment import describe_environment
 from conformance.history import History, Operation, Pass, RequestRun
 from conformance.media import engine_chat
 from conformance.observe import OWN_TOP, kv_digests, reduce_logits
+from conformance.outside import FROM_OUTSIDE
 from conformance.records import GoldenRecord, media_embeddings, prompt_embeddings
 from conformance.scenario import RequestSpec, Scenario
 from conformance.store import RecordError, Records
@@ -325,14 +326,18 @@ class _ScenarioRun:
                 before = self._pool(adapter)
                 try:
                     drive.execute(plan.steps)
-                except Exception as failure:  # a crash of the judged engine is an observation
+                except FROM_OUTSIDE:
+                    raise
+                except BaseException as failure:  # a crash of the judged engine is an observation
                     error = EngineError(type(failure).__name__, str(failure))
                 drive.note_events()
                 outputs = drive.outputs()
                 for name in self._names(self.requests if plan.judged is None else plan.judged, drive):
                     runs[name] = self._run(name, requests[request_of(name)], outputs.get(name), drive)
                 after = self._pool(adapter)
-        except Exception as failure:  # the same while loading, or while telling what it did
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as failure:  # the same while loading, or while telling what it did
             error = error or EngineError(type(failure).__name__, str(failure))
         one = Pass(
             name=plan.name,

@@ -16,6 +16,7 @@ from typing import Any
 from conformance.adapters.base import Capabilities, EngineAdapter, ModelSource
 from conformance.adapters.received import declared
 from conformance.models import resolve_model
+from conformance.outside import FROM_OUTSIDE
 from conformance.runner import EngineFactory
 from conformance.scenario import Scenario
 from conformance.store import RecordStore
@@ -228,12 +229,16 @@ def why_refused(
         options = {name: value for name, value in given.items() if name in honoured}
         with factory(source, options):
             pass
-    except Exception:  # of the engine, or no model: its case has told
+    except FROM_OUTSIDE:
+        raise
+    except BaseException:  # of the engine, or no model: its case has told
         return None
     try:
         with configured(factory, configuration)(source, options):
             return None
-    except Exception as error:  # code of others
+    except FROM_OUTSIDE:
+        raise
+    except BaseException as error:  # code of others
         return f"{type(error).__name__}: {error}"
 
 

@@ -21,6 +21,7 @@ from conformance.adapters.base import (
     ModelSource,
     TokenLogprob,
 )
+from conformance.outside import FROM_OUTSIDE
 
 __all__ = ["AdapterError", "declared", "received", "received_heads"]
 
@@ -41,7 +42,9 @@ def declared(
     """
     try:
         said: object = factory(source, options).capabilities()
-    except Exception as error:  # code of others
+    except FROM_OUTSIDE:
+        raise
+    except BaseException as error:  # code of others
         raise AdapterError(f"the adapter cannot tell its capabilities: {_told(error)}") from error
     if not isinstance(said, Capabilities):
         raise AdapterError(f"capabilities() must return Capabilities, got {said!r:.200}")

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from conformance.contracts.base import AllocatorCapabilities, EngineCapabilities
+from conformance.outside import FROM_OUTSIDE
 
 __all__ = ["OWN_TARGETS", "Target", "TargetNotFound", "find_target"]
 
@@ -68,7 +69,9 @@ def find_target(name: str) -> Target:
         raise TargetNotFound(f"{name!r} is no adapter: give package.module:Class")
     try:
         factory = getattr(import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # code of others: it may raise anything, or leave
+    except FROM_OUTSIDE:
+        raise
+    except BaseException as error:  # code of others: it may raise anything, or leave
         told = f"{type(error).__name__}: {error}"
         raise TargetNotFound(f"adapter {name!r} cannot be imported: {told}") from error
     capabilities = getattr(factory, "capabilities", None)

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from conformance.distribute.calls import Call, Lost
+from conformance.outside import TERMINATED, Terminated
 
 __all__ = ["Processes", "choose", "ending"]
 
@@ -209,7 +210,15 @@ def ending(status: int | None) -> str:
 def _serve(pipe: Connection) -> None:
     """A worker's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that hands out the cases sees to it
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        _answer(pipe)
+    except Terminated:
+        sys.exit(TERMINATED)
+
+
+def _answer(pipe: Connection) -> None:
+    """Do what is asked until nobody asks any more."""
     while True:
         try:
             call: Call = pipe.recv()
@@ -225,16 +234,16 @@ def _serve(pipe: Connection) -> None:
             pipe.send(Lost(f"the answer cannot be sent: {type(trouble).__name__}: {trouble}"))
 
 
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    """Leave as if by an error, so that engines are closed."""
-    sys.exit(143)
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    """Leave as by an error, so that engines are closed."""
+    raise Terminated
 
 
 @contextmanager
 def _leaving_when_told() -> Iterator[None]:
     """SIGTERM, as a cancelled CI job sends it to the command alone, ends its workers with it."""
     try:
-        before: Any = signal.signal(signal.SIGTERM, _leave)
+        before: Any = signal.signal(signal.SIGTERM, _terminate)
     except ValueError:  # not in the main thread, which alone is told
         yield
         return

@@ -12,6 +12,7 @@ from conformance.adapters.base import FEATURES, ModelSource
 from conformance.adapters.received import declared
 from conformance.doctor.bench import Bench, ProbeFailed
 from conformance.doctor.probes import PROBES, SCENARIOS
+from conformance.outside import FROM_OUTSIDE
 from conformance.paths import data_root
 from conformance.runner import EngineFactory
 from conformance.scenario import load_scenarios
@@ -76,7 +77,9 @@ def _probed(bench: Bench, feature: str) -> tuple[str, str]:
         PROBES[feature](bench)
     except ProbeFailed as failure:
         return DECLARED_BUT_FAILING, str(failure)
-    except Exception as error:  # code of others
+    except FROM_OUTSIDE:
+        raise
+    except BaseException as error:  # code of others
         return DECLARED_BUT_FAILING, f"{type(error).__name__}: {error}"
     return WORKS, ""
 

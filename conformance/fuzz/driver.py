@@ -21,6 +21,7 @@ from conformance.fuzz.engine_jobs import EngineSetup
 from conformance.fuzz.engine_world import EngineWorld
 from conformance.fuzz.laws import LawBroken, broken
 from conformance.fuzz.operations import Operation
+from conformance.outside import FROM_OUTSIDE
 
 __all__ = ["Failure", "Fuzzer", "Setup", "World", "make_world", "replay", "signature_of"]
 
@@ -70,12 +71,14 @@ def _try(
         for operation in operations:
             world.apply(operation)
         world.finish()
-    except Exception as error:  # whatever the code under test raises is what was looked for
+    except FROM_OUTSIDE:
+        raise
+    except BaseException as error:  # whatever the code under test raises is what was looked for
         return signature_of(error), f"{type(error).__name__}: {error}"
     return None
 
 
-def signature_of(error: Exception) -> str:
+def signature_of(error: BaseException) -> str:
     """Law or exception, and the place: two faults rarely share both.
 
     A law of the model is placed where the model judged it; anything else where the target raised.
@@ -130,7 +133,9 @@ class Fuzzer:
             world.finish()
             if example % self.repeat_every == 0:
                 self._repeat(setup, log, world.transcript)
-        except Exception as error:  # whatever the code under test raises is what was looked for
+        except FROM_OUTSIDE:
+            raise
+        except BaseException as error:  # whatever the code under test raises is what was looked for
             message = f"{type(error).__name__}: {error}"
             return Failure(
                 self.target.name, signature_of(error), message, setup, tuple(log), self.seed, example

@@ -133,6 +133,36 @@ def test_an_engine_that_raises_is_named() -> None:
     assert found.lines == ("raising failed: RuntimeError: no memory for asked",)
 
 
+class Leaving(Canned):
+    name = "leaving"
+
+    def generate(self, requests: Sequence[EngineRequest]) -> list[EngineOutput]:
+        if any(request.forced_token_ids for request in requests):
+            raise SystemExit(0)
+        return super().generate(requests)
+
+
+def test_an_engine_that_leaves_while_it_is_led_is_named() -> None:
+    class Forced(Leaving):
+        features = Canned.features | {"forced_decode"}
+
+    found = compare(Question("x"), Canned, Forced, NOWHERE)
+    assert found.verdict is Verdict.FAIL
+    assert found.lines == ("leaving failed, led along the other's answer: SystemExit: 0",)
+
+
+def test_an_adapter_that_cannot_say_what_it_can_do_exits_with_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mute(Canned):
+        def capabilities(self) -> Capabilities:
+            raise SystemExit(0)
+
+    monkeypatch.setattr("conformance.diff_cli.find_engine", lambda _name: Mute)
+    assert main(["--model", "tiny-llama", "--prompt", "x"]) == 2
+    assert "the adapter cannot tell its capabilities: SystemExit: 0" in capsys.readouterr().err
+
+
 def test_with_the_reference_both_are_judged_and_the_wrong_one_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,6 +168,14 @@ def test_a_case_that_cannot_run_here_says_why(toy: Toy) -> None:
         toy.look(FakeEngine)
 
 
+def test_an_engine_that_cannot_be_made_says_why(toy: Toy) -> None:
+    def broken(*_: object) -> Any:
+        raise OSError("no licence")
+
+    with pytest.raises(TriageError, match="cannot tell its capabilities: OSError: no licence"):
+        toy.look(broken, Subject("one"))
+
+
 # ---- what it says --------------------------------------------------------------------------------
 
 INSIDE = (StageLine("embeddings", 0.5, inside=True), StageLine("k.0", 1.0, inside=True))
@@ -238,7 +246,7 @@ def test_an_engine_that_cannot_be_asked_again_leaves_the_failure_standing(toy: T
         raise ConnectionError("the server has gone")
 
     told = note(toy, gone, outcome)
-    assert "triage crashed: AdapterError: " in told
+    assert "the adapter cannot tell its capabilities: ConnectionError: " in told
     assert "the server has gone" in told
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from conformance.adapters.fake import fake_engine, minimal_engine
+from conformance.adapters.fake import FakeEngine, fake_engine, minimal_engine
 from conformance.adapters.fake_model import toy_logits, write_toy_suite
 from conformance.history import History
 from conformance.models import resolve_model
+from conformance.outside import Terminated
 from conformance.runner import Skipped, run_scenario, skip_reason
 from conformance.scenario import Scenario, load_scenarios
 from conformance.store import RecordStore
@@ -141,6 +142,31 @@ def test_a_crash_is_written_down_with_what_happened_before(tmp_path: Path) -> No
     assert (free.error.type, free.error.message) == ("RuntimeError", "the toy crashed, as it was told to")
     assert free.events
     assert len(free.requests["one"].output_rows) == 2
+
+
+class _Panic(BaseException):
+    """As code in Rust raises it."""
+
+
+def _raising(error: BaseException) -> type[FakeEngine]:
+    class Raises(FakeEngine):
+        def advance(self) -> None:
+            raise error
+
+    return Raises
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), _Panic("0"), GeneratorExit("0")])
+def test_an_engine_that_leaves_or_panics_has_crashed(tmp_path: Path, error: BaseException) -> None:
+    [free] = history(tmp_path, factory=_raising(error)).passes
+    assert free.error is not None
+    assert (free.error.type, free.error.message) == (type(error).__name__, "0")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Terminated])
+def test_what_comes_from_outside_is_passed_on(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        history(tmp_path, factory=_raising(error()))
 
 
 class _CannotLoad:

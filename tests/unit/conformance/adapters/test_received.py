@@ -72,11 +72,12 @@ def test_other_capabilities_are_the_adapters_mistake(said: Any, message: str) ->
         declared(says(said), SOURCE, {})
 
 
-def test_an_adapter_that_cannot_be_made_is_told_with_its_error() -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_an_adapter_that_cannot_be_made_is_told_with_its_error(error: type[BaseException]) -> None:
     def broken(_source: object, _options: object) -> Any:
-        raise ZeroDivisionError("at once")
+        raise error("at once")
 
-    with pytest.raises(AdapterError, match="cannot tell its capabilities: ZeroDivisionError: at once"):
+    with pytest.raises(AdapterError, match=f"cannot tell its capabilities: {error.__name__}: at once"):
         declared(broken, SOURCE, {})
 
 

@@ -98,6 +98,19 @@ def test_a_feature_without_its_option_or_its_method_fails() -> None:
     }
 
 
+class Leaving(FakeEngine):
+    def submit(self, _request: object) -> None:
+        raise SystemExit(0)
+
+    def generate(self, _requests: object) -> list[Any]:
+        raise SystemExit(0)
+
+
+def test_an_engine_that_leaves_fails_the_probe() -> None:
+    found = {f.feature: (f.state, f.told) for f in examine_engine(Leaving, SOURCE, OPTIONS)}
+    assert found["output_ids"] == (DECLARED_BUT_FAILING, "SystemExit: 0")
+
+
 class Boastful(FakeEngine):
     """The toy, which takes any checkpoint, as if it refused some."""
 

@@ -85,6 +85,19 @@ def test_what_happens_otherwise_the_second_time_breaks_a_law() -> None:
     assert failure.signature.startswith("same twice @ driver.py")
 
 
+class Leaving(ExampleAllocator):
+    def commit(self, rid: str, n: int) -> None:  # noqa: ARG002  (the contract's signature)
+        raise SystemExit(0)
+
+
+def test_a_target_that_leaves_is_what_was_looked_for() -> None:
+    target = Target("leaving", "allocator", Leaving)
+    failure = Fuzzer(target, 0).run(2000)
+    assert failure is not None
+    assert failure.message == "SystemExit: 0"
+    assert replay(target, failure.setup, failure.operations) == (failure.signature, failure.message)
+
+
 class Crashing(ExampleAllocator):
     def commit(self, rid: str, n: int) -> None:  # noqa: ARG002  (the contract's signature)
         raise ZeroDivisionError("in the target")
