@@ -40,7 +40,7 @@ from conformance.engines import (
 )
 from conformance.environment import shared_environment
 from conformance.models import ModelUnavailable, export_models, list_models, resolve_model
-from conformance.output_files import OutputClash
+from conformance.output_files import OutputClash, must_be_writable, output_path
 from conformance.outside import TERMINATED, Terminated
 from conformance.paths import DataMissing, data_root
 from conformance.report import nothing_judged, print_case, print_summary, reproduce, run_fails
@@ -210,7 +210,7 @@ def _must_be_writable(args: argparse.Namespace, directory: Path | None = None) -
         OutputClash: it would be written over another file of the command.
     """
     for path in report_files(args):
-        path.open("a").close()
+        must_be_writable(path)
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=directory):
@@ -236,6 +236,7 @@ def _finish(
 
 def _triage(args: argparse.Namespace, console: Console) -> int:
     store, factory = RecordStore(args.data), _factory(args, _engine_name(args, args.engine))
+    must_be_writable(args.json)
     results, failed = [], False
     for case in select(_scenarios(args), _selection(args)):
         outcome = run_case(case, factory, store, strict=args.strict, root=args.data)
@@ -317,7 +318,7 @@ def parser() -> argparse.ArgumentParser:
     _add_selection(run, several=True)
     _add_engine(run, several=True)
     add_distribution_options(run)
-    run.add_argument("--history", type=Path, metavar="DIR", help="save what happened, for recheck")
+    run.add_argument("--history", type=output_path, metavar="DIR", help="save what happened, for recheck")
     _add_reporting(run)
 
     run.add_argument(
@@ -330,7 +331,7 @@ def parser() -> argparse.ArgumentParser:
     _add_engine(triage)
     triage.add_argument("--request", action="append", default=[], help="look into this one; may be repeated")
     triage.add_argument("--strict", action="store_true", help="minivllm's own bar: 2 × the eager cached arm")
-    triage.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
+    triage.add_argument("--json", type=output_path, metavar="FILE", help="write what was found as JSON")
 
     stability = commands.add_parser("stability", help="repeat a selection under what must not matter")
     stability.set_defaults(command=_stability)

@@ -19,8 +19,9 @@ from conformance.canonical import CanonicalError
 from conformance.direct import Comparison, Question, Side, compare
 from conformance.engines import EngineNotFound, engine_names, find_engine
 from conformance.models import ModelUnavailable, resolve_model
+from conformance.output_files import OutputClash, must_be_writable, must_not_clash, output_path
 from conformance.runner import Skipped
-from conformance.terminal import Terminal, complain
+from conformance.terminal import Terminal, abridged, complain
 
 __all__ = ["main", "parser", "print_comparison"]
 
@@ -32,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
         args.prompt, args.chat, tuple(args.image), args.max_tokens, args.dtype, args.device or "auto"
     )
     try:
+        must_not_clash({"--json": args.json}, args.image)
+        must_be_writable(args.json)
         found = compare(
             question,
             find_engine(args.a),
@@ -41,7 +44,15 @@ def main(argv: Sequence[str]) -> int:
         )
         if args.json:
             args.json.write_text(json.dumps(found.as_dict(), indent=1), encoding="utf-8")
-    except (AdapterError, CanonicalError, EngineNotFound, ModelUnavailable, Skipped, OSError) as error:
+    except (
+        AdapterError,
+        CanonicalError,
+        EngineNotFound,
+        ModelUnavailable,
+        OutputClash,
+        Skipped,
+        OSError,
+    ) as error:
         complain(error)
         return 2
     print_comparison(Terminal(), found)
@@ -63,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--max-tokens", type=int, default=32, metavar="N")
     root.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     root.add_argument("--device", help="cpu, cuda, mps; what each engine chooses when left out")
-    root.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    root.add_argument("--json", type=output_path, metavar="FILE", help="write everything as JSON")
     root.add_argument("--data", type=Path, metavar="DIR", help="directory with golden/ and scenarios/")
     return root
 
@@ -73,7 +84,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
     for side in (found.a, found.b):
         console.print(escape(_side(side)), soft_wrap=True)
     for line in found.lines:
-        console.print(escape(line), soft_wrap=True)
+        console.print(escape(abridged(line, "  ")), soft_wrap=True)
     if found.divergence is not None and not found.lines:
         console.print(escape(_divergence(found)), soft_wrap=True)
     if found.agreement is not None:
@@ -86,7 +97,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
 
 def _side(side: Side) -> str:
     judged = "" if side.verdict is None else f" [{side.verdict.value}]"
-    told = f"{side.engine} {side.version}{judged}: {side.error or repr(side.text)}"
+    told = f"{side.engine} {side.version}{judged}: {abridged(side.error or repr(side.text), '  ')}"
     return "\n  ".join([told, *side.findings[:1], *([f"triage: {side.stage}"] if side.stage else [])])
 
 

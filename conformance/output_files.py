@@ -1,4 +1,7 @@
-"""The files a command is to write: no two of them may be one, or the last to be written would be all."""
+"""The files a command is to write, settled before it runs an engine.
+
+No two of them may be one, or the last to be written would be all.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,26 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations
 from pathlib import Path
 
-__all__ = ["OutputClash", "must_not_clash"]
+__all__ = ["OutputClash", "must_be_writable", "must_not_clash", "output_path"]
 
 
 class OutputClash(ValueError):
     """A file would be written over another of the same command; the message names both options."""
+
+
+def output_path(text: str) -> Path:
+    """The path an option gives, from here: an engine may change the working directory."""
+    return Path(text).absolute()
+
+
+def must_be_writable(path: Path | None) -> None:
+    """See that a file can be written, now and not after an hour; it is there afterwards.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if path is not None:
+        path.open("a").close()
 
 
 def must_not_clash(written: Mapping[str, Path | None], read: Iterable[Path | None] = ()) -> None:

@@ -19,6 +19,7 @@ from conformance.adapters.base import Capabilities
 from conformance.distribute.run import Declared
 from conformance.power import KINDS, seeded_power
 from conformance.suite import Outcome
+from conformance.terminal import abridged
 from conformance.triage import as_lines
 from conformance.verdicts import Finding, Power, Verdict
 from conformance.waivers import Waiver
@@ -76,12 +77,14 @@ def print_case(console: Console, outcome: Outcome) -> None:
         console.print(f"       waived: {escape(waiver.reason)} ({escape(waiver.issue)})", soft_wrap=True)
     told: set[tuple[str | None, str]] = set()
     for finding in telling(outcome.judgement.findings):
-        console.print(f"       {escape(_sentence(finding))}", highlight=False, soft_wrap=True)
+        text = abridged(_sentence(finding), " " * 9)
+        console.print(f"       {escape(text)}", highlight=False, soft_wrap=True)
         for line in _triage_lines(finding):
             if (finding.request, line) in told:
                 continue  # two checks of one request have one triage
             told.add((finding.request, line))
-            console.print(f"         {escape(line)}", highlight=False, soft_wrap=True)
+            text = abridged(line, " " * 11)
+            console.print(f"         {escape(text)}", highlight=False, soft_wrap=True)
     command = reproduce(outcome)
     if command is not None:
         console.print(f"       again: {escape(command)}", highlight=False, soft_wrap=True)
@@ -149,7 +152,7 @@ def _skipped_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     told = reasons.most_common(_MOST_REASONS)
     if skipped:
         yield f"Skipped ({len(skipped)} cases; --json FILE or --html FILE names each):"
-        yield from (f"{count:>7}  {reason}" for reason, count in told)
+        yield from (f"{count:>7}  {abridged(reason, ' ' * 9)}" for reason, count in told)
     if len(reasons) > len(told):
         rest = len(skipped) - sum(count for _, count in told)
         yield f"{rest:>7}  {len(reasons) - len(told)} other reasons"

@@ -10,7 +10,7 @@ from conformance.distribute import Declared
 from conformance.environment import describe_environment
 from conformance.html.page import write_page
 from conformance.markdown import run_markdown, write_markdown
-from conformance.output_files import must_not_clash
+from conformance.output_files import must_not_clash, output_path
 from conformance.report import as_json, as_junit
 from conformance.saved_report import parse_report
 from conformance.suite import Outcome
@@ -23,12 +23,17 @@ _OPTIONS = ("json", "junit", "markdown", "html")
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that name files to write."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+    parser.add_argument("--json", type=output_path, metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--junit", type=output_path, metavar="FILE", help="write JUnit XML")
     parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="write a summary; appended to $GITHUB_STEP_SUMMARY"
+        "--markdown",
+        type=output_path,
+        metavar="FILE",
+        help="write a summary; appended to $GITHUB_STEP_SUMMARY",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
+    parser.add_argument(
+        "--html", type=output_path, metavar="FILE", help="write a page that needs nothing else"
+    )
 
 
 def report_files(args: argparse.Namespace) -> list[Path]:

@@ -24,6 +24,7 @@ from conformance.adapters.base import Capabilities
 from conformance.again import Invocation, command_for
 from conformance.engines import parse_options
 from conformance.environment import describe_environment
+from conformance.output_files import must_be_writable, output_path
 from conformance.runner import EngineFactory
 from conformance.scenario import Scenario
 from conformance.stability import (
@@ -41,7 +42,7 @@ from conformance.stability import (
 )
 from conformance.store import RecordStore
 from conformance.suite import Case
-from conformance.terminal import Terminal, complain
+from conformance.terminal import Terminal, abridged, complain
 from conformance.verdicts import Verdict
 
 __all__ = ["add_stability_options", "as_plain", "print_stability", "run_stability"]
@@ -59,7 +60,7 @@ def add_stability_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="begin no further run after so long")
     parser.add_argument("--strict", action="store_true", help="minivllm's own bar: 2 × the eager cached arm")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--json", type=output_path, metavar="FILE", help="write everything as JSON")
 
 
 def run_stability(
@@ -82,8 +83,7 @@ def run_stability(
     except NothingVaries as error:
         complain(error)
         return 2
-    if args.json:
-        args.json.open("a").close()  # told now, not after an hour
+    must_be_writable(args.json)
     started = time.perf_counter()
 
     def more() -> bool:
@@ -178,7 +178,7 @@ def print_stability(
             console.print(f"  again: {line}", markup=False, highlight=False, soft_wrap=True)
     refusals = Counter(reason for run in runs for reason in run.refused.values())
     for reason, count in refusals.items():
-        text = f"left out, as {engine.engine} does not load so ({count} times): {reason}"
+        text = f"left out, as {engine.engine} does not load so ({count} times): {abridged(reason)}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     failing = sorted(label for label, outcome in runs[0].outcomes.items() if outcome.verdict.fails_run)
     cases = len(runs[0].outcomes)

@@ -21,7 +21,7 @@ from conformance.doctor.engine import DECLARED_BUT_FAILING, NOT_TRIED, UNKNOWN, 
 from conformance.doctor.reference import examine_reference
 from conformance.engines import engine_names, find_engine, parse_options, with_options
 from conformance.models import resolve_model
-from conformance.terminal import Terminal
+from conformance.terminal import Terminal, abridged
 
 __all__ = ["main", "parser"]
 
@@ -60,7 +60,7 @@ def _engine(args: argparse.Namespace, console: Console) -> int:
         for finding in examine_engine(factory, source, options, args.data):
             counts[finding.state] += 1
             colour = _COLOURS[finding.state]
-            told = escape(finding.told or FEATURES[finding.feature])
+            told = escape(abridged(finding.told or FEATURES[finding.feature], " " * 13))
             console.print(
                 f"[{colour}]{finding.state:<12}[/] {finding.feature:<{width}}  {told}", soft_wrap=True
             )

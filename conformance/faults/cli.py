@@ -10,7 +10,6 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,6 +18,7 @@ from rich.table import Table
 from conformance.faults.laboratory import FaultError
 from conformance.faults.matrix import choose, judge_all
 from conformance.kill_matrix import Row, save
+from conformance.output_files import must_be_writable, output_path
 from conformance.terminal import Terminal, complain
 
 __all__ = ["main", "parser"]
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
     root.add_argument("--list", action="store_true", help="list the faults and judge none")
-    root.add_argument("--json", type=Path, metavar="FILE", help="write the kill matrix as JSON")
+    root.add_argument("--json", type=output_path, metavar="FILE", help="write the kill matrix as JSON")
     return root
 
 
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for fault in faults:
                 console.print(f"{fault.id}: {fault.about}", markup=False, soft_wrap=True)
             return 0
+        must_be_writable(args.json)
         began = time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Terminal(stderr=True), transient=True) as bar:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -251,6 +252,41 @@ def test_a_place_that_cannot_be_written_is_told_before_the_run(run: Run, tmp_pat
     assert f"{tmp_path / 'file'}" in err.replace("\n", "")
 
 
+@pytest.mark.parametrize("command", ["triage", "stability", "diff", "faults"])
+def test_no_command_runs_an_engine_for_what_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def ran(*_: object, **__: object) -> object:
+        raise AssertionError("it ran")
+
+    for name in ("cli.run_case", "stability_report.repeat", "diff_cli.compare", "faults.cli.judge_all"):
+        monkeypatch.setattr(f"conformance.{name}", ran)
+    asked = ["--model", "tiny-llama", "--prompt", "x"] if command == "diff" else []
+    asked = asked or ([] if command == "faults" else ["--engine", RIGHT])
+    (tmp_path / "file").touch()
+    status = main([command, *asked, "--json", str(tmp_path / "file" / "below")])
+    assert status == 2
+
+
+def test_reports_lie_where_they_were_asked_for_wherever_the_engine_goes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conformance.adapters.fake import FakeEngine
+
+    class Goes(FakeEngine):
+        def __enter__(self) -> FakeEngine:
+            (tmp_path / "elsewhere").mkdir(exist_ok=True)
+            os.chdir(tmp_path / "elsewhere")
+            return super().__enter__()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("conformance.cli.find_engine", lambda _: Goes)
+    assert run("run", "toy/one", "--json", "r.json", "--history", "h")[0] == 0
+    assert json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))["failed"] is False
+    assert len(list((tmp_path / "h").iterdir())) == 2
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_two_reports_in_one_file_are_refused_before_the_run(run: Run, tmp_path: Path) -> None:
     one, again = tmp_path / "r", tmp_path / "." / "r"
     for command in ("run", "--engine", RIGHT), ("recheck", str(tmp_path)):
@@ -274,6 +310,25 @@ def test_an_engines_control_characters_are_shown_and_not_obeyed(
         assert status == 1
         assert r"\x1b[2Jgone \x9b31m\rPASS" in out
         assert not set(out) & {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))}
+
+
+def test_an_engines_long_message_is_shown_in_part_and_none_of_its_lines_as_our_own(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conformance.adapters.fake import FakeEngine
+
+    message = "gone\nPASS   toy/two\n" + "x" * 5000
+
+    def fails(*_: object) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(FakeEngine, "submit", fails)
+    _, out, _ = run("run", "--engine", RIGHT, "toy/one", "--json", tmp_path / "r.json")
+    assert "\n         PASS   toy/two\n" in out
+    assert "\nPASS" not in out
+    assert "… (of 5," in out
+    assert "x" * 2001 not in out
+    assert "x" * 5000 in (tmp_path / "r.json").read_text(encoding="utf-8"), "programs get all of it"
 
 
 def test_an_adapter_that_raises_at_once_fails_every_case_and_not_the_command(

@@ -8,7 +8,7 @@ import pytest
 from rich.markup import escape
 from rich.table import Table
 
-from conformance.terminal import Terminal, complain, escape_controls
+from conformance.terminal import Terminal, abridged, complain, escape_controls
 
 NAUGHTY = "\x1b[31mred\x07 \x9b2J\x7f\r\x08gone\x00 [bold]"
 SHOWN = r"\x1b[31mred\x07 \x9b2J\x7f\r\x08gone\x00 [bold]"
@@ -44,3 +44,17 @@ def test_so_are_cells_of_a_table() -> None:
 def test_complaints_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     complain(ValueError(f"no {NAUGHTY}"))
     assert capsys.readouterr() == ("", f"no {SHOWN}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("one\ntwo", "one\n  two"),
+        ("x" * 2000, "x" * 2000),
+        ("x" * 2001, "x" * 2000 + "… (of 2,001 characters)"),
+        ("a\n" * 30, "a\n  " * 19 + "a… (of 60 characters)"),
+    ],
+)
+def test_a_long_message_is_shown_in_part(text: str, shown: str) -> None:
+    assert abridged(text, "  ") == shown
