@@ -20,7 +20,13 @@ from conformance.adapters.base import (
     request_of,
     sequence_names,
 )
-from conformance.adapters.received import received, received_heads
+from conformance.adapters.received import (
+    received,
+    received_error,
+    received_events,
+    received_heads,
+    received_pool,
+)
 from conformance.history import Operation
 from conformance.prompts import filler_prompt
 from conformance.scenario import Step
@@ -135,7 +141,7 @@ class Drive:
     def note_events(self) -> None:
         """Take over the events the engine has collected."""
         if "traced" in self.capabilities.features:
-            self.events += [_plain(e) for e in cast("Traced", self.adapter).drain_events()]
+            self.events += received_events(cast("Traced", self.adapter).drain_events())
 
     # ---- steps; each returns what came of it ----------------------------------------------------
 
@@ -145,7 +151,7 @@ class Drive:
             if self.stepped is None:
                 self._pending.append(name)
                 continue
-            error = self.stepped.submit(self.requests[name])
+            error = received_error(self.stepped.submit(self.requests[name]), f"submit(), {name}: the answer")
             if error is not None:
                 self.refused[name] = error
         self.note_events()
@@ -312,7 +318,7 @@ class Drive:
 
     def _pool_blocks(self) -> int:
         if "pool" in self.capabilities.features:
-            return self._controlled().pool().total
+            return received_pool(self._controlled().pool()).total
         return int(self.options.get("num_kv_blocks", 1 + 3 * _FRAGMENTS))
 
     def _must_be_stepped(self) -> Stepped:
@@ -336,12 +342,3 @@ _STEPS: Mapping[str, Callable[[Drive, Any], Any]] = {
     "swap_weights": Drive.swap_weights,
     "expect_error": Drive.expect_error,
 }
-
-
-def _plain(value: Any) -> Any:
-    """Plain JSON data, so that a history reads the same from disk as from memory."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -31,7 +31,7 @@ from conformance.adapters.base import (
     request_of,
     sequence_names,
 )
-from conformance.adapters.received import declared
+from conformance.adapters.received import declared, received_pool
 from conformance.arms import PassPlan, expand_arms, plan_arm, why_not_offered
 from conformance.canonical import request_key
 from conformance.damage import damaged_copy
@@ -353,7 +353,9 @@ class _ScenarioRun:
         return one, drive
 
     def _pool(self, adapter: EngineAdapter) -> PoolState | None:
-        return cast("Controlled", adapter).pool() if "pool" in self.capabilities.features else None
+        if "pool" not in self.capabilities.features:
+            return None
+        return received_pool(cast("Controlled", adapter).pool())
 
     # ---- requests -------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from conformance.adapters.base import (
@@ -19,11 +19,20 @@ from conformance.adapters.base import (
     EngineError,
     EngineOutput,
     ModelSource,
+    PoolState,
     TokenLogprob,
 )
 from conformance.outside import FROM_OUTSIDE
 
-__all__ = ["AdapterError", "declared", "received", "received_heads"]
+__all__ = [
+    "AdapterError",
+    "declared",
+    "received",
+    "received_error",
+    "received_events",
+    "received_heads",
+    "received_pool",
+]
 
 
 class AdapterError(TypeError):
@@ -152,8 +161,7 @@ def _plain(output: EngineOutput, where: str) -> EngineOutput:
         value = getattr(output, field)
         return None if value is None else number(field, value)
 
-    if output.error is not None and not isinstance(output.error, EngineError):
-        raise AdapterError(f"{where}: error must be an EngineError, got {output.error!r:.200}")
+    received_error(output.error, f"{where}: error")
     if output.finish_reason is not None and not isinstance(output.finish_reason, str):
         raise AdapterError(f"{where}: finish_reason must be a text or None, got {output.finish_reason!r:.99}")
     logprobs = positions("logprobs")
@@ -172,6 +180,65 @@ def _plain(output: EngineOutput, where: str) -> EngineOutput:
         num_cached_tokens=optional("num_cached_tokens"),
         num_preemptions=optional("num_preemptions"),
     )
+
+
+def received_error(value: object, where: str) -> EngineError | None:
+    """Why a request was refused or failed, if it was.
+
+    Raises:
+        AdapterError: no `EngineError`, or one whose type and message are no texts.
+    """
+    if value is None:
+        return None
+    if isinstance(value, EngineError) and isinstance(value.type, str) and isinstance(value.message, str):
+        return value
+    raise AdapterError(f"{where} must be an EngineError of two texts, got {value!r:.200}")
+
+
+def received_pool(value: object) -> PoolState:
+    """How the block pool stands.
+
+    Raises:
+        AdapterError: no `PoolState`, or one that does not hold integers.
+    """
+    if not isinstance(value, PoolState):
+        raise AdapterError(f"pool() must return a PoolState, got {value!r:.200}")
+    try:
+        return PoolState(*(operator.index(getattr(value, one.name)) for one in fields(PoolState)))
+    except TypeError:
+        raise AdapterError(f"pool() must tell integers, got {value!r:.200}") from None
+
+
+def received_events(value: object) -> list[Mapping[str, Any]]:
+    """Events as plain data, which reads the same from disk as from memory.
+
+    Raises:
+        AdapterError: not a list of mappings with a text under "event", or something in one is no number,
+            text, list or mapping.
+    """
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise AdapterError(f"drain_events() must return a list of mappings, got {value!r:.200}")
+    return [_event(one) for one in value]
+
+
+def _event(one: object) -> Mapping[str, Any]:
+    if not isinstance(one, Mapping) or not isinstance(one.get("event"), str):
+        raise AdapterError(f"drain_events(): an event must be a mapping with its name, got {one!r:.200}")
+
+    def plain(value: object) -> object:
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if value is None or isinstance(value, str | int | float):
+            return value
+        raise AdapterError(
+            f"drain_events(), {one['event']}: {value!r:.200} is no number, text, list or mapping"
+        )
+
+    return {str(key): plain(item) for key, item in one.items()}
 
 
 def _texts(field: str, value: object) -> list[str]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from conformance.adapters.base import EngineError
 from conformance.adapters.fake import FakeEngine, fake_engine, minimal_engine
 from conformance.adapters.fake_model import toy_logits, write_toy_suite
+from conformance.archive import write_history
 from conformance.history import History
 from conformance.models import resolve_model
 from conformance.outside import Terminated
@@ -167,6 +169,26 @@ def test_an_engine_that_leaves_or_panics_has_crashed(tmp_path: Path, error: Base
 def test_what_comes_from_outside_is_passed_on(tmp_path: Path, error: type[BaseException]) -> None:
     with pytest.raises(error):
         history(tmp_path, factory=_raising(error()))
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "message"),
+    [
+        ("drain_events", [{"event": "x", "of": object()}], "is no number, text, list or mapping"),
+        ("pool", None, "must return a PoolState"),
+        ("submit", EngineError("ValueError", None), "must be an EngineError of two texts"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_no_history_could_hold_is_the_adapters_mistake(
+    tmp_path: Path, method: str, answer: object, message: str
+) -> None:
+    engine = type("Odd", (FakeEngine,), {method: lambda *_: answer})
+    told = history(tmp_path, factory=engine)
+    [free] = told.passes
+    assert free.error is not None
+    assert free.error.type == "AdapterError"
+    assert message in free.error.message
+    write_history(tmp_path / "saved", told)
 
 
 class _CannotLoad:

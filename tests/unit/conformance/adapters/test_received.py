@@ -11,8 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from conformance.adapters.base import Capabilities, EngineOutput, ModelSource, TokenLogprob
-from conformance.adapters.received import AdapterError, declared, received, received_heads
+from conformance.adapters.base import (
+    Capabilities,
+    EngineError,
+    EngineOutput,
+    ModelSource,
+    PoolState,
+    TokenLogprob,
+)
+from conformance.adapters.received import (
+    AdapterError,
+    declared,
+    received,
+    received_error,
+    received_events,
+    received_heads,
+    received_pool,
+)
 
 SOURCE = ModelSource("toy", Path("toy"), "0" * 64)
 SAID = Capabilities("mine", "1", ("float32",), frozenset({"token_ids"}), frozenset({"block_size"}))
@@ -142,9 +157,50 @@ def test_other_answers_are_the_adapters_mistake(
         ("finish_reason", 1, "finish_reason must be a text or None, got 1"),
         ("stop_reason", 1.5, "stop_reason must hold integers, got 1.5"),
         ("num_cached_tokens", "4", "num_cached_tokens must hold integers, got '4'"),
-        ("error", "boom", "error must be an EngineError, got 'boom'"),
+        ("error", "boom", "error must be an EngineError of two texts, got 'boom'"),
     ],
 )
 def test_a_field_of_another_type_is_named(field: str, value: Any, message: str) -> None:
     with pytest.raises(AdapterError, match=message):
         received([replace(OUTPUT, **{field: value})], KNOWN, "generate()")
+
+
+def test_events_are_plain_data() -> None:
+    event = {"event": "planned", "ids": (np.int64(3), 4), "rows": np.arange(2), 5: {"x": None}}
+    assert received_events(iter([event])) == [
+        {"event": "planned", "ids": [3, 4], "rows": [0, 1], "5": {"x": None}}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        (None, "must return a list of mappings, got None"),
+        ({"event": "x"}, "must return a list of mappings, got {'event'"),
+        ([None], "an event must be a mapping with its name, got None"),
+        ([{"kind": "x"}], "an event must be a mapping with its name, got {'kind'"),
+        ([{"event": "x", "of": [{1}]}], "drain_events\\(\\), x: .1. is no number, text, list or mapping"),
+    ],
+)
+def test_other_events_are_the_adapters_mistake(events: object, message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        received_events(events)
+
+
+def test_an_error_has_two_texts() -> None:
+    error = EngineError("ValueError", "no")
+    assert received_error(error, "error") is error
+    assert received_error(None, "error") is None
+    for wrong in (EngineError(loose(None), "no"), EngineError("ValueError", loose(None)), "no"):
+        with pytest.raises(AdapterError, match="error must be an EngineError of two texts, got "):
+            received_error(wrong, "error")
+
+
+def test_a_pool_has_four_integers() -> None:
+    assert received_pool(PoolState(loose(np.int64(9)), 4, 3, 2)) == PoolState(9, 4, 3, 2)
+    for wrong, message in (
+        (None, "return a PoolState, got None"),
+        (PoolState(9, 4, 3, loose(None)), "integers"),
+    ):
+        with pytest.raises(AdapterError, match=message):
+            received_pool(wrong)
