@@ -119,6 +119,11 @@ CAUSES: Mapping[str, tuple[Cause, ...]] = {
         Cause("end ids of generation_config that are not heeded", f"{_VLLM}/pull/4182"),
         Cause("log-probabilities normalised over the likeliest ids only"),
     ),
+    "text": (
+        Cause("a prompt that ends inside a character is given out again", f"{_VLLM}/issues/48853"),
+        Cause("a character that the last token completes is held back for good", f"{_VLLM}/issues/3131"),
+        Cause("tokens decoded one by one, special ones shown, or spaces cleaned up"),
+    ),
 }
 
 

@@ -6,7 +6,7 @@ the reference here, if it can be loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from conformance.records import GoldenRecord
 from conformance.runner import EngineFactory, Retrace, Skipped, retrace_scenario
 from conformance.store import RecordStore
 from conformance.suite import Case, Outcome
-from conformance.triage import StageLine, Suspect, differing_stage, stage_table, triage
+from conformance.triage import TEXT, StageLine, Suspect, differing_stage, stage_table, triage
 from conformance.verdicts import Finding, Verdict
 
 __all__ = ["Examined", "Subject", "TriageError", "examine", "explain", "noted", "subjects_of"]
@@ -151,7 +151,10 @@ def explain(
         }
     except NoStages as lacking:
         found = {}
-        told, relation = _probed(outcome, subjects[0], factory, store, root)
+        numeric = [subject for subject in subjects if not _is_text_alone(outcome, subject)]
+        if not numeric:
+            return outcome
+        told, relation = _probed(outcome, numeric[0], factory, store, root)
         note = f"{lacking}; {told}"
     except Exception as trouble:  # triage explains a FAIL; if it breaks, the FAIL must stand
         kind = "" if isinstance(trouble, TriageError) else f"triage crashed: {type(trouble).__name__}: "
@@ -160,6 +163,16 @@ def explain(
     else:
         note = ""
     return _annotated(outcome, found, note, relation)
+
+
+def _is_text_alone(outcome: Outcome, subject: Subject) -> bool:
+    """Whether triage found nothing but the text wrong: alone or in a batch, no number would tell more."""
+    found = [
+        finding.detail.get("triage")
+        for finding in outcome.judgement.findings
+        if finding.verdict is Verdict.FAIL and subjects_of([finding]) == [subject]
+    ]
+    return all(isinstance(one, Mapping) and one.get("stage") == TEXT for one in found)
 
 
 def noted(outcome: Outcome, note: str) -> Outcome:

@@ -74,6 +74,10 @@ _REQUEST_FEATURES = {
 }
 
 
+#: Options that are a reason to refuse a request: without them nothing is due where one is to be refused.
+_REFUSING = frozenset({"encoder_cache_embeddings", "limit_mm_per_prompt", "max_model_len"})
+
+
 class Skipped(Exception):
     """The engine cannot run this scenario at this point; the message says why."""
 
@@ -97,10 +101,14 @@ def skip_reason(scenario: Scenario, point: Mapping[str, Any], capabilities: Capa
     for request in scenario.requests.values():
         wanted |= {feature for name, feature in _REQUEST_FEATURES.items() if name in request.sampling}
         wanted |= {"sampling"} if request.sampling["temperature"] > 0 else set()
-        wanted |= _media_features(request)
+        wanted |= _media_features(request) | ({"media_settings"} if request.mm_processor_kwargs else set())
     for feature in sorted(wanted - capabilities.features):
         reason = capabilities.missing.get(feature)
         return f"{capabilities.engine} lacks {feature}" + (f": {reason}" if reason else "")
+    for option in sorted(
+        _REFUSING & set(scenario.engine) - capabilities.options if scenario.must_fail else ()
+    ):
+        return f"{capabilities.engine} does not honour the option {option}"
     for option, values in scenario.matrix.items():
         # An engine without the option runs the first value's point, once, and skips its copies.
         if option not in capabilities.options and point[option] != values[0]:

@@ -2,7 +2,7 @@
 
 Order: prompt ids → spans → pixels → embeddings of pictures → deepstack rows → embeddings, those of
 pictures in their places → positions → keys, values and hidden state of each layer → last norm →
-logits → sampling. The first stage outside of its band names the component to look at.
+logits → sampling → text. The first stage outside of its band names the component to look at.
 
 Pure functions of a history and its records. `conformance.retrace` runs a failing case again with
 every stage captured, so that there is something to look at.
@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from conformance.adapters.base import EngineOutput
 from conformance.causes import kind_of, usual_causes
-from conformance.checks.case import BAND, Case, align
+from conformance.checks.case import BAND, Case, align, wrong_text
 from conformance.checks.logits import logprob_band, row_errors
 from conformance.history import RequestRun
 from conformance.records import GoldenRecord, media_embeddings
 
 __all__ = [
+    "TEXT",
     "StageLine",
     "Suspect",
     "as_lines",
@@ -35,6 +36,9 @@ __all__ = [
     "triage",
     "truth_stages",
 ]
+
+#: What the ids of a right answer spell: nothing of the model's is wrong.
+TEXT = "text"
 
 #: Stages that are compared for equality: they hold no rounding.
 _EXACT = frozenset({"positions", "spans"})
@@ -340,7 +344,7 @@ def _answer(case: Case, run: RequestRun, record: GoldenRecord, traced: bool) -> 
                 f"id {ids[position]} came out"
             )
             return Suspect("sampling", position, None, True, text, ids[position])
-    return _ending(case, run, record) if aligned.divergence is None else None
+    return None if aligned.divergence is not None else _ending(case, run, record) or _text(case, run, record)
 
 
 def _logprobs(record: GoldenRecord, output: EngineOutput, position: int, forced: bool) -> Suspect | None:
@@ -388,6 +392,13 @@ def _ending(case: Case, run: RequestRun, record: GoldenRecord) -> Suspect | None
         return Suspect("sampling", last, None, True, text, ids[last])
     text = f"sampling: the answer stops at id {ids[-1]}, {last - len(ids)} ids too early"
     return Suspect("sampling", len(ids) - 1, None, True, text, ids[-1])
+
+
+def _text(case: Case, run: RequestRun, record: GoldenRecord) -> Suspect | None:
+    wrong = wrong_text(case, run, record)
+    if wrong is None:
+        return None
+    return Suspect(TEXT, None, None, True, f"{TEXT}: not what the ids spell: {wrong}")
 
 
 def as_lines(found: Mapping[str, Any]) -> list[str]:

@@ -79,6 +79,7 @@ FEATURES: Mapping[str, str] = {
     "update_weights": "can exchange weights while loaded",
     "image": "takes pictures: in chats, beside text, and beside token ids",
     "video": "takes videos as frames and frames per second",
+    "media_settings": "takes settings of the image processor with a request",
     "image_embeds": "takes the embeddings of pictures instead of pixels",
     "prompt_embeds": "takes a prompt as embeddings",
     "strict_loading": "refuses a checkpoint that is incomplete or does not fit the model",
@@ -187,7 +188,8 @@ class EngineRequest:
             asks for it, "forced_prompt". One that cannot be forced is refused with a
             NotImplementedError.
         capture: keys of `STAGES` to capture, for engines with "stages".
-        mm_processor_kwargs: settings of the image processor for this request.
+        mm_processor_kwargs: settings of the image processor for this request, for engines with
+            "media_settings".
         prompt_embeds: [tokens, hidden] float32 instead of ids, for engines with "prompt_embeds".
     """
 

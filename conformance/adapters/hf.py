@@ -128,6 +128,7 @@ class HFAdapter:
                     "stop_strings",
                     "sliding_windows",
                     "image",
+                    "media_settings",
                     "video",
                 }
             ),

@@ -91,6 +91,7 @@ class HFContinuousAdapter(HFAdapter):
             "logprobs": "it tells the log-probability of the generated token only",
             "prefix_cache": "it shares prefixes, but does not tell how many tokens it reused",
             "image": "continuous batching takes text only",
+            "media_settings": "continuous batching takes text only",
             "video": "continuous batching takes text only",
         }
         if self._pages_fit():

@@ -26,8 +26,10 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from types import TracebackType
 from typing import Any
+from uuid import uuid4
 
 from PIL import Image
 
@@ -97,6 +99,7 @@ class OpenAIAdapter:
         self._timeout = float(options.get("timeout", 120))
         self._most = int(options.get("max_logprobs", 20))
         self._served: str | None = None
+        self._salt = uuid4().hex  # a server outlives a scenario, and what it cached must not
 
     # ---- a minimal adapter ----------------------------------------------------------------------
 
@@ -171,7 +174,9 @@ class OpenAIAdapter:
             path, prompt = "/completions", {"prompt": request.text}
         else:
             raise _Refused(EngineError("NotImplementedError", "pictures are sent in chats only"))
-        if request.cache_salt is not None:
+        if "prefix_cache" in features:
+            prompt["cache_salt"] = self._salted(request.cache_salt or "")
+        elif request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
         if request.mm_processor_kwargs:
             prompt["mm_processor_kwargs"] = dict(request.mm_processor_kwargs)
@@ -214,6 +219,10 @@ class OpenAIAdapter:
             stop_reason=choice.get("stop_reason"),
             num_cached_tokens=details.get("cached_tokens"),
         )
+
+    def _salted(self, salt: str) -> str:
+        """This scenario's own, of characters that servers take."""
+        return sha256(f"{self._salt}/{salt}".encode()).hexdigest()
 
     # ---- what the server offers -----------------------------------------------------------------
 
@@ -279,14 +288,23 @@ class OpenAIAdapter:
             found.add("forced_prompt")
         if "output_ids" in found:
             found |= _EXTENSIONS
-        details = usage.get("prompt_tokens_details") or {}
-        note("prefix_cache", "cached_tokens" in details, "its usage tells no cached_tokens")
+        cached = []
+        for salt in map(self._salted, ("one", "one", "other")):
+            again = ask("/completions", {"prompt": ids * 64, **plain, "cache_salt": salt}, "prefix_cache")
+            details = (again.get("usage") or {}).get("prompt_tokens_details") or {}
+            cached.append(details.get("cached_tokens"))
+        note("prefix_cache", cached[1] and not cached[2], _why_no_cache(cached))
         picture = Image.new("RGB", (64, 48), (200, 30, 30))
         parts = [{"type": "image_url", "image_url": {"url": _data_url(picture)}}]
         seen = ask(
             "/chat/completions", {**chat, "messages": [{"role": "user", "content": parts}]}, "image"
         ).get("prompt_token_ids")
         note("image", seen, "it returns no prompt ids")
+        if "image" in found:
+            small = {**chat, "messages": [{"role": "user", "content": parts}]}
+            settings = {"mm_processor_kwargs": {"do_convert_rgb": True}}
+            heeded = ask("/chat/completions", {**small, **settings}, "media_settings")
+            note("media_settings", heeded, "it refuses settings of the image processor")
         found.discard("prompt_ids")
         missing.pop("prompt_ids", None)
         return _Probe(frozenset(found), missing, self._version())
@@ -417,6 +435,15 @@ def _data_url(picture: Image.Image) -> str:
     raw = io.BytesIO()
     picture.save(raw, "PNG")
     return f"data:image/png;base64,{base64.b64encode(raw.getvalue()).decode()}"
+
+
+def _why_no_cache(cached: Sequence[int | None]) -> str:
+    """Why hits cannot be judged, from the counts of a prompt, its copy, and its copy under another salt."""
+    if cached[1] is None:
+        return "its usage tells no cached_tokens"
+    if not cached[1]:
+        return "it reused nothing of an equal prompt"
+    return "it heeds no cache_salt, so what other scenarios left in its cache cannot be kept apart"
 
 
 def _logprobs(

@@ -82,6 +82,7 @@ _FEATURES = frozenset(
         "pool",
         "stages",
         "image",
+        "media_settings",
         "strict_loading",
         "sliding_windows",
     }

@@ -24,6 +24,7 @@ __all__ = [
     "is_plain_greedy",
     "names_in",
     "same_text",
+    "wrong_text",
 ]
 
 #: Multiples of the yardstick that every check allows: 4 R for an rms, 4 M for a single value.
@@ -321,6 +322,18 @@ def same_text(shown: str, expected: str) -> bool:
     """
     shown, expected = shown.removeprefix(" "), expected.removeprefix(" ")
     return shown in (expected, expected.rstrip(_UNFINISHED))
+
+
+def wrong_text(case: Case, run: RequestRun, record: GoldenRecord) -> str | None:
+    """How the text of an answer whose ids are the truth's differs from what they spell; None: it does not."""
+    output, sampling = run.output, run.sampling
+    shown = sampling.get("detokenize", True) and sampling.get("skip_special_tokens", True)
+    text, _stop = expected_text(run, record)
+    if output is None or output.token_ids is None or not shown or same_text(output.text, text):
+        return None
+    if run.request_id in case.aborted() and text.removeprefix(" ").startswith(output.text.removeprefix(" ")):
+        return None  # an aborted request shows a part of the text
+    return how_texts_differ(output.text, text)
 
 
 def how_texts_differ(shown: str, expected: str) -> str:

@@ -17,7 +17,7 @@ from conformance.checks.case import (
     first_difference,
     how_texts_differ,
     is_plain_greedy,
-    same_text,
+    wrong_text,
 )
 from conformance.history import RequestRun
 from conformance.records import GoldenRecord
@@ -226,7 +226,7 @@ def _judge_ending(case: Case, run: RequestRun, record: GoldenRecord, output: Eng
     """Length, reasons and text of a run whose ids never left the truth."""
     name, ids = run.request_id, output.token_ids or ()
     aborted = name in case.aborted()
-    text, stop = expected_text(run, record)
+    _text, stop = expected_text(run, record)
     may_be_short = aborted or stop is not None
     failures = []
 
@@ -250,14 +250,8 @@ def _judge_ending(case: Case, run: RequestRun, record: GoldenRecord, output: Eng
             f"finish reason {output.finish_reason!r} (stop reason {output.stop_reason!r}), "
             f"expected {reason!r} ({stop_reason!r})"
         )
-    shown = run.sampling.get("detokenize", True) and run.sampling.get("skip_special_tokens", True)
-    if shown and not failures:
-        # An aborted request shows a part of the text.
-        right = same_text(output.text, text) or (
-            aborted and text.removeprefix(" ").startswith(output.text.removeprefix(" "))
-        )
-        if not right:
-            fail(f"the ids are right, their text is not: {how_texts_differ(output.text, text)}")
+    if not failures and (wrong := wrong_text(case, run, record)) is not None:
+        fail(f"the ids are right, their text is not: {wrong}")
     return failures
 
 

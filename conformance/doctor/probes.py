@@ -429,6 +429,7 @@ PROBES: Mapping[str, Probe] = {
 SCENARIOS: Mapping[str, str] = {
     "image": "vision/one-image",
     "video": "vision/video",
+    "media_settings": "vision/pixel-limits",
     "image_embeds": "vision/image-embeddings-equal-pixels",
     "prompt_embeds": "vision/prompt-embeddings-equal-tokens",
     "strict_loading": "loading/missing-tensor",

@@ -8,7 +8,7 @@ from conformance.causes import CAUSES, Cause, kind_of, usual_causes
 
 def test_every_stage_an_engine_can_show_has_usual_causes() -> None:
     compared = set(STAGES) - {"prompt_logits"}
-    assert compared | {"prompt ids", "sampling"} == set(CAUSES)
+    assert compared | {"prompt ids", "sampling", "text"} == set(CAUSES)
     assert all(CAUSES.values())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.adapters.base import EngineOutput
 from conformance.adapters.fake import FakeEngine, fake_engine
 from conformance.adapters.fake_model import write_toy_suite
 from conformance.records import ArmError
@@ -237,6 +238,20 @@ def test_each_failure_about_numbers_gets_its_triage_and_the_verdict_stays(toy: T
 def test_an_engine_without_stages_gets_probes(toy: Toy) -> None:
     told = note(toy, fake_engine(fault="wrong_token", without=["stages", "bitwise"]))
     assert "fake captures no stages: left out for a test; probes: one: alone, cold and whole" in told
+
+
+def test_where_only_the_text_is_wrong_nothing_is_probed(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Garbled(FakeEngine):
+        def outputs(self) -> list[EngineOutput]:
+            return [replace(output, text=f"?{output.text}") for output in super().outputs()]
+
+    def garbled(model: Any, options: Any) -> FakeEngine:
+        return Garbled(model, options, without=frozenset({"stages", "bitwise"}))
+
+    monkeypatch.setattr("conformance.retrace.probe", None)  # a call would be told as trouble
+    outcome = toy.run(garbled)
+    assert outcome.verdict is Verdict.FAIL
+    assert note(toy, garbled, outcome).startswith("text: not what the ids spell: '?")
 
 
 def test_an_engine_that_cannot_be_asked_again_leaves_the_failure_standing(toy: Toy) -> None:

@@ -334,6 +334,24 @@ def test_a_matrix_over_an_option_that_is_not_honoured_runs_once(tmp_path: Path) 
     assert reasons == [None, "fake does not honour the option max_num_seqs"]
 
 
+@pytest.mark.parametrize("option", ["max_model_len: 9", "max_num_seqs: 9"])
+def test_a_refusal_that_follows_from_an_option_is_due_only_where_the_option_is_honoured(
+    tmp_path: Path, option: str
+) -> None:
+    text = (HEAD + BODY).replace("profile:", f"engine: {{{option}}}\nprofile:")
+    text = text.replace(
+        "[{submit: [one, two]}", "[{submit: [two]}, {expect_error: {one: {type: ValueError}}}"
+    )
+    scenario = scenario_of(tmp_path, text)
+    [point] = scenario.points()
+    capabilities = fake_engine()(resolve_model("toy", tmp_path), {}).capabilities()
+    assert capabilities.options.isdisjoint({"max_model_len", "max_num_seqs"})
+    told = skip_reason(scenario, point, capabilities)
+    assert told == ("fake does not honour the option max_model_len" if "len" in option else None)
+    honoured = replace(capabilities, options=capabilities.options | {"max_model_len"})
+    assert skip_reason(scenario, point, honoured) is None
+
+
 # ---- prompts -------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from conformance.adapters.fake import fake_engine
 from conformance.adapters.hf import HFAdapter
 from conformance.golden_cli import main as golden
 from conformance.models import resolve_model
-from conformance.runner import Skipped, engine_requests, run_scenario
+from conformance.runner import Skipped, engine_requests, run_scenario, skip_reason
 from conformance.scenario import Scenario, load_scenario
 from conformance.store import RecordStore
 from conformance.suite import judge_history
@@ -128,6 +129,17 @@ def test_an_engine_that_lacks_a_form_is_skipped(
     [point] = scenario.points()
     with pytest.raises(Skipped, match=reason):
         engine_requests(scenario, point, Blind, resolve_model(MODEL, ROOT), RecordStore(root))  # type: ignore[arg-type]
+
+
+def test_settings_of_a_request_need_an_engine_that_takes_them(scenario: Scenario) -> None:
+    settings = {"pixels": replace(scenario.requests["pixels"], mm_processor_kwargs={"max_pixels": 3136})}
+    with_settings = replace(scenario, requests=scenario.requests | settings)
+    [point] = scenario.points()
+    capabilities = Seeing().capabilities()
+    assert skip_reason(scenario, point, capabilities) is None
+    assert skip_reason(with_settings, point, capabilities) == "seeing lacks media_settings"
+    taking = replace(capabilities, features=capabilities.features | {"media_settings"})
+    assert skip_reason(with_settings, point, taking) is None
 
 
 def test_the_toy_is_skipped(root: Path, scenario: Scenario) -> None:

@@ -181,6 +181,23 @@ def test_an_answer_of_another_length_blames_the_sampling(more: tuple[int, ...] |
     assert (found.stage, found.position) == ("sampling", position)
 
 
+def test_right_ids_and_another_text_blame_what_spells_them() -> None:
+    run = traced()
+    assert run.output is not None
+    found = look(replace(run, output=replace(run.output, text=f"prompt{PLAIN.text}")))
+    assert found is not None
+    assert (found.stage, found.position, found.exact) == ("text", None, True)
+    assert f"'prompt{PLAIN.text}' for '{PLAIN.text}'" in found.text
+
+
+def test_a_text_without_ids_blames_nothing() -> None:
+    run = replace(answer(PLAIN), output_rows=())
+    assert run.output is not None
+    assert (
+        look(replace(run, output=replace(run.output, text="x", token_ids=None, logprobs=None)), PLAIN) is None
+    )
+
+
 def test_the_yardstick_of_keys_grows_with_the_position() -> None:
     keys = np.random.default_rng(5).normal(0, 1, (ROWS, 2, 4))
     record = replace(PLAIN, stages={"k.0": keys}, stage_bands={"k.0": ArmError(1e-9, 1e-9)})

@@ -31,12 +31,14 @@ class Served:
 
     Attributes:
         extended: whether it knows vLLM's extensions.
+        salts: whether it heeds those of the prefix cache.
         broken: path → (status, body) answered instead.
         bodies: every body that came, by path.
     """
 
     source: ModelSource
     extended: bool = True
+    salts: bool = True
     broken: dict[str, tuple[int, str]] = field(default_factory=dict)
     bodies: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     url: str = ""
@@ -44,9 +46,9 @@ class Served:
 
 
 @contextmanager
-def serve(source: ModelSource, *, extended: bool = True) -> Iterator[Served]:
+def serve(source: ModelSource, *, extended: bool = True, salts: bool = True) -> Iterator[Served]:
     """Serve the checkpoint until the block ends."""
-    served = Served(source, extended)
+    served = Served(source, extended, salts)
     with MiniVLLMAdapter(source, {"dtype": "float32", "block_size": 4, "num_kv_blocks": 256}) as engine:
         server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(served, engine))
         served.url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -90,7 +92,8 @@ def _handler(served: Served, engine: MiniVLLMAdapter) -> type[BaseHTTPRequestHan
                 self._answer(400, {"error": {"message": "no pictures here", "type": "BadRequestError"}})
                 return
             with lock:
-                request = _request(f"q{next(count)}", body)
+                heeded = body if served.salts else {**body, "cache_salt": None}
+                request = _request(f"q{next(count)}", heeded)
                 outputs = engine.generate([request])
             if outputs[0].error is not None:
                 error = {"message": outputs[0].error.message, "type": "BadRequestError", "code": 400}

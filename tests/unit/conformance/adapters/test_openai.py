@@ -133,10 +133,21 @@ def test_forcing_reads_prompt_logprobs(server: Served) -> None:
 
 def test_cached_tokens_come_from_usage_and_preemptions_from_metrics(server: Served) -> None:
     salted = EngineRequest("s", request().sampling, PROMPT, cache_salt="mine")
-    [cold] = ask(server, salted)
-    [warm] = ask(server, salted)
-    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 8)
-    assert warm.num_preemptions == 0
+    with adapter(server) as entered:
+        outputs = [entered.generate([one])[0] for one in (salted, salted, request())]
+    assert [output.num_cached_tokens for output in outputs] == [0, 8, 0]
+    assert outputs[1].num_preemptions == 0
+
+
+def test_a_scenario_finds_nothing_that_another_left_in_the_servers_cache(server: Served) -> None:
+    assert [ask(server, request())[0].num_cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_hits_are_not_judged_where_the_server_heeds_no_salt(source: ModelSource) -> None:
+    with serve(source, salts=False) as careless:
+        capabilities = adapter(careless).capabilities()
+    assert "prefix_cache" not in capabilities.features
+    assert "heeds no cache_salt" in capabilities.missing["prefix_cache"]
 
 
 def test_a_refusal_is_a_named_error_and_the_others_are_served(server: Served) -> None:

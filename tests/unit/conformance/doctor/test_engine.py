@@ -142,9 +142,9 @@ def test_a_scenario_is_the_probe_where_a_checkpoint_must_be_made_for_it(tmp_path
     found = {f.feature: f for f in examine_engine(Boastful, SOURCE, OPTIONS, tmp_path)}
     assert found["strict_loading"].state == UNKNOWN
     assert found["strict_loading"].told == "loading/missing-tensor is not in this suite"
-    [rope] = [f for f in examine_engine(Boastful, SOURCE, OPTIONS) if f.feature == "strict_rope"]
-    assert rope.state == DECLARED_BUT_FAILING
-    assert rope.told.startswith("loading/dynamic-rope: ")
+    [loading] = [f for f in examine_engine(Boastful, SOURCE, OPTIONS) if f.feature == "strict_loading"]
+    assert loading.state == DECLARED_BUT_FAILING
+    assert loading.told.startswith("loading/missing-tensor: ")
 
 
 def test_an_adapter_that_cannot_say_what_it_can_do_is_told() -> None:
