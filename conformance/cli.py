@@ -41,7 +41,6 @@ from conformance.engines import (
 from conformance.environment import shared_environment
 from conformance.models import ModelUnavailable, export_models, list_models, resolve_model
 from conformance.output_files import OutputClash, must_be_writable, output_path
-from conformance.outside import TERMINATED, Terminated
 from conformance.paths import DataMissing, data_root
 from conformance.report import nothing_judged, print_case, print_summary, reproduce, run_fails
 from conformance.report_files import add_report_options, report_files, write_reports
@@ -117,8 +116,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         Terminal(stderr=True).print("interrupted: nothing is judged as a whole", style="red")
         return 130
-    except Terminated:
-        return TERMINATED
 
 
 def _give_up_unwritable_output() -> None:

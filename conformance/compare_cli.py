@@ -22,7 +22,7 @@ from conformance.compare import Comparison, Kind, compare, read_side
 from conformance.markdown import compare_markdown, write_markdown
 from conformance.output_files import OutputClash, must_not_clash
 from conformance.saved_report import ReportError
-from conformance.terminal import Terminal, complain
+from conformance.terminal import Terminal, abridged, complain
 
 __all__ = ["main", "parser"]
 
@@ -83,7 +83,7 @@ def _print(console: Console, found: Comparison) -> None:
         kind = f"[{_COLOURS[one.kind]}]{one.kind.value:<10}[/]"
         console.print(f"{kind} {escape(one.name)}  {one.verdicts}", soft_wrap=True)
         if one.why:
-            console.print(f"           {escape(one.why)}", soft_wrap=True)
+            console.print(f"           {escape(abridged(one.why, ' ' * 13))}", soft_wrap=True)
         if one.fails and one.reproduce:
             console.print(f"           again: {escape(one.reproduce)}", soft_wrap=True)
     if found.status == 3:

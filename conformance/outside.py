@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["FROM_OUTSIDE", "TERMINATED", "Terminated"]
-
-#: Exit status of what SIGTERM has ended, as a shell counts it.
-TERMINATED = 143
+__all__ = ["FROM_OUTSIDE", "Terminated"]
 
 
-class Terminated(BaseException):
-    """SIGTERM came. Not SystemExit, which code under test may raise itself."""
+class Terminated(SystemExit):
+    """SIGTERM came: leave with the status that a shell gives it. An engine's own SystemExit is another."""
+
+    def __init__(self) -> None:
+        super().__init__(143)
 
 
 #: To be passed on where everything else that an engine raises is caught: `sys.exit` and the panics of

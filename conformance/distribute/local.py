@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -20,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from conformance.distribute.calls import Call, Lost
-from conformance.outside import TERMINATED, Terminated
+from conformance.outside import Terminated
 
 __all__ = ["Processes", "choose", "ending"]
 
@@ -211,14 +210,6 @@ def _serve(pipe: Connection) -> None:
     """A worker's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that hands out the cases sees to it
     signal.signal(signal.SIGTERM, _terminate)
-    try:
-        _answer(pipe)
-    except Terminated:
-        sys.exit(TERMINATED)
-
-
-def _answer(pipe: Connection) -> None:
-    """Do what is asked until nobody asks any more."""
     while True:
         try:
             call: Call = pipe.recv()

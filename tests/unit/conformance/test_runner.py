@@ -176,7 +176,7 @@ def test_what_comes_from_outside_is_passed_on(tmp_path: Path, error: type[BaseEx
     [
         ("drain_events", [{"event": "x", "of": object()}], "is no number, text, list or mapping"),
         ("pool", None, "must return a PoolState"),
-        ("submit", EngineError("ValueError", None), "must be an EngineError of two texts"),  # type: ignore[arg-type]
+        ("submit", EngineError("ValueError", None), "must be an EngineError of two texts"),
     ],
 )
 def test_what_no_history_could_hold_is_the_adapters_mistake(
