@@ -146,7 +146,9 @@ def plan_variation(
     for option, values in asked.items():
         if option not in capabilities.options:
             raise NothingVaries(f"{capabilities.engine} does not declare the option {option}: cannot vary it")
-        if not isinstance(values, list) or len(values) < 2:
+        if option in ("dtype", "device"):
+            raise NothingVaries(f"--vary {option}: each case has its own; select others with --{option}")
+        if not isinstance(values, list) or len({repr(value) for value in values}) < 2:
             raise NothingVaries(f"--vary {option} takes a list of at least two values, got {values!r}")
     usual: Mapping[str, tuple[Any, ...]] = {
         **dict.fromkeys(_DRAWN, ()),

@@ -58,9 +58,19 @@ def add_stability_options(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION=[VALUES]",
         help="take these values of an engine option in turn; a YAML list; may be repeated",
     )
-    parser.add_argument("--minutes", type=float, metavar="M", help="begin no further run after so long")
+    parser.add_argument("--minutes", type=_minutes, metavar="M", help="begin no further run after so long")
     parser.add_argument("--strict", action="store_true", help="minivllm's own bar: 2 × the eager cached arm")
     parser.add_argument("--json", type=output_path, metavar="FILE", help="write everything as JSON")
+
+
+def _minutes(text: str) -> float:
+    number = float(text)
+    if not number >= 0:  # nor is "nan" a time
+        raise ValueError
+    return number
+
+
+_minutes.__name__ = "number of minutes"  # what argparse calls it
 
 
 def run_stability(

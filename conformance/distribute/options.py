@@ -41,7 +41,7 @@ def add_distribution_options(parser: argparse.ArgumentParser) -> None:
         help="what a case of this device or engine asks for (cuda=GPU:1, mps=mps:1); may be repeated",
     )
     parser.add_argument(
-        "--ray-timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for it (60)"
+        "--ray-timeout", type=_seconds, default=60.0, metavar="SECONDS", help="how long to wait for it (60)"
     )
 
 

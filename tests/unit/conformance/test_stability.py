@@ -113,6 +113,12 @@ def test_other_options_are_varied_when_asked() -> None:
         (("seed",), {"color": [1, 2]}, "e does not declare the option color: cannot vary it"),
         (("seed",), {"seed": 3}, r"--vary seed takes a list of at least two values, got 3"),
         (("seed",), {"seed": [3]}, r"--vary seed takes a list of at least two values, got \[3\]"),
+        (("seed",), {"seed": [3, 3]}, r"--vary seed takes a list of at least two values, got \[3, 3\]"),
+        (
+            ("dtype",),
+            {"dtype": ["float32", "bfloat16"]},
+            "--vary dtype: each case has its own; select others",
+        ),
     ],
 )
 def test_nothing_to_vary_is_an_error(
@@ -297,3 +303,12 @@ def test_only_the_values_asked_for_are_tried(run: Run) -> None:
     status, _, err = run(FakeEngine, "--runs", "3", "--vary", "color=[1, 2]")
     assert status == 2
     assert "fake does not declare the option color" in err
+
+
+@pytest.mark.parametrize("minutes", ["nan", "-1", "x"])
+def test_a_time_limit_is_a_number_of_minutes(
+    run: Run, minutes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(FakeEngine, f"--minutes={minutes}")
+    assert f"--minutes: invalid number of minutes value: '{minutes}'" in capsys.readouterr().err

@@ -185,6 +185,9 @@ def test_a_time_limit_is_a_number_of_seconds(
     with pytest.raises(SystemExit):
         run("--jobs", "2", f"--case-timeout={seconds}")
     assert f"--case-timeout: invalid number of seconds value: '{seconds}'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("--ray", "auto", f"--ray-timeout={seconds}")
+    assert f"--ray-timeout: invalid number of seconds value: '{seconds}'" in capsys.readouterr().err
 
 
 # ---- the processes themselves -----------------------------------------------------------------------
