@@ -79,14 +79,16 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def conformance(session: nox.Session) -> None:
-    """Judge an engine by the scenarios; minivllm unless `-- --engine NAME` says otherwise.
+    """Judge an engine by the scenarios; minivllm, on two processes, unless `-- --engine NAME` says otherwise.
 
-    `nox -s conformance -- --profile smoke`, `-- --area prefix-cache`, `-- --help`.
+    `nox -s conformance -- --profile smoke`, `-- --area prefix-cache`, `-- --jobs 1`, `-- --help`.
     """
     main(session)
     real_model(session)
     began = time.monotonic()
-    session.run(str(PYTHON), "-m", "conformance", "run", *session.posargs, external=True, env=ENV)
+    chosen = any(argument.startswith(("--engine", "--jobs", "--ray")) for argument in session.posargs)
+    jobs = [] if chosen or os.cpu_count() == 1 else ["--jobs", "2"]
+    session.run(str(PYTHON), "-m", "conformance", "run", *jobs, *session.posargs, external=True, env=ENV)
     session.log(f"conformance took {time.monotonic() - began:.0f} s, installation apart")
 
 
