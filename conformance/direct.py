@@ -31,6 +31,9 @@ from conformance.verdicts import Verdict
 
 __all__ = ["Agreement", "Comparison", "Question", "Side", "compare"]
 
+#: How an engine was led along an answer that it only read.
+_PREFILL = "prompt logprobs (judges prefill)"
+
 ASKED = "asked"
 
 
@@ -330,9 +333,10 @@ def _led_along(
                 for asset in ref.assets
             ),
         )
-        if "forced_decode" in features:
-            [output] = _answers(engine, [replace(base, forced_token_ids=answer)])
-            return _counted(output.choice_token_ids, answer, "forced decode")
+        for feature, how in (("forced_decode", "forced decode"), ("forced_prompt", _PREFILL)):
+            if feature in features:
+                [output] = _answers(engine, [replace(base, forced_token_ids=answer)])
+                return _counted(output.choice_token_ids, answer, how)
         if question.images:
             return None  # ids that go on after a picture are no prompt of its own
         if "prompt_logprobs" in features:
@@ -340,7 +344,7 @@ def _led_along(
             [output] = _answers(
                 engine, [replace(base, sampling=sampling, prompt_token_ids=(*prompt, *answer))]
             )
-            return _counted(_prompt_choices(output, len(answer)), answer, "prompt logprobs (judges prefill)")
+            return _counted(_prompt_choices(output, len(answer)), answer, _PREFILL)
         one = {**base.sampling, "max_tokens": 1}
         requests = [
             replace(base, request_id=f"{ASKED}-{i}", sampling=one, prompt_token_ids=(*prompt, *answer[:i]))

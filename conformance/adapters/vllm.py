@@ -15,7 +15,8 @@ import gc
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Any
@@ -108,6 +109,7 @@ class VLLMAdapter:
         self._names: dict[str, str] = {}  # vLLM's request id → ours
         self._requests: dict[str, EngineRequest] = {}
         self._outputs: dict[str, EngineOutput] = {}
+        self._rendered: dict[str, tuple[int, ...]] = {}  # prompts of forced chats, by vLLM's template
 
     # ---- a minimal adapter ----------------------------------------------------------------------
 
@@ -193,7 +195,8 @@ class VLLMAdapter:
             count = len(sequence_names(request.request_id, request.sampling))
             for one in [key] if count == 1 else [f"{i}_{key}" for i in range(count)]:
                 self._tap.want(one, prompt_logits=wanted)
-        self._requests[request.request_id] = request
+        ids = self._rendered.get(request.request_id, request.prompt_token_ids)
+        self._requests[request.request_id] = replace(request, prompt_token_ids=ids)
         for name in sequence_names(request.request_id, request.sampling):
             self._outputs[name] = EngineOutput(name, "", False)
         return None
@@ -313,10 +316,7 @@ class VLLMAdapter:
             raise NotImplementedError("this adapter hands over pictures only")
         settings = dict(request.mm_processor_kwargs)
         if request.forced_token_ids is not None:
-            if request.prompt_token_ids is None:
-                raise NotImplementedError("forced ids need the ids of the prompt")
-            prompt, sampling = forced_prompt(request)
-            return self._add_forced(request, prompt, SamplingParams(**sampling))
+            return self._add_forced(request, lambda values: SamplingParams(**values))
         params = SamplingParams(**sampling)
         if request.chat is not None and (request.media or request.prompt_token_ids is None):
             return self._add_chat(request, params)
@@ -333,18 +333,20 @@ class VLLMAdapter:
             prompt_dict["cache_salt"] = request.cache_salt
         return str(self._llm.enqueue([prompt_dict], params, use_tqdm=False)[0])
 
-    def _add_forced(self, request: EngineRequest, ids: list[int], params: Any) -> str:
-        """The prompt's ids and the forced ones; pictures in it are placed by vLLM's own rendering."""
-        if not request.media:
-            return str(self._llm.enqueue([{"prompt_token_ids": ids}], params, use_tqdm=False)[0])
+    def _add_forced(self, request: EngineRequest, params: Callable[[dict[str, Any]], Any]) -> str:
+        """The prompt's ids and the forced ones; chats and pictures are placed by vLLM's own rendering."""
+        if not request.media and request.prompt_token_ids is not None:
+            ids, sampling = forced_prompt(request)
+            return str(self._llm.enqueue([{"prompt_token_ids": ids}], params(sampling), use_tqdm=False)[0])
         if request.chat is None:
-            raise NotImplementedError("forced ids beside pictures need a chat: vLLM places them itself")
+            raise NotImplementedError("forced ids need the ids of the prompt, or a chat")
         prompt = self._llm._preprocess_chat_one(file_chat(request), **self._chat_options(request))
-        own = list(prompt["prompt_token_ids"])
-        if own != list(request.prompt_token_ids or ()):
+        own = tuple(prompt["prompt_token_ids"])
+        if own != (request.prompt_token_ids or own):
             raise NotImplementedError("vLLM renders another prompt, so nothing can be forced behind it")
-        prompt["prompt_token_ids"] = ids
-        return str(self._llm._render_and_add_requests([prompt], [params])[0])
+        self._rendered[request.request_id] = own
+        prompt["prompt_token_ids"], sampling = forced_prompt(replace(request, prompt_token_ids=own))
+        return str(self._llm._render_and_add_requests([prompt], [params(sampling)])[0])
 
     def _add_chat(self, request: EngineRequest, params: Any) -> str:
         chat, options = file_chat(request), self._chat_options(request)

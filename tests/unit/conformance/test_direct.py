@@ -105,7 +105,11 @@ def test_a_divergence_is_named_and_every_position_after_it_is_judged() -> None:
 
 @pytest.mark.parametrize(
     ("feature", "how"),
-    [("forced_decode", "forced decode"), ("prompt_logprobs", "prompt logprobs (judges prefill)")],
+    [
+        ("forced_decode", "forced decode"),
+        ("forced_prompt", "prompt logprobs (judges prefill)"),
+        ("prompt_logprobs", "prompt logprobs (judges prefill)"),
+    ],
 )
 def test_the_best_way_of_teacher_forcing_is_taken(feature: str, how: str) -> None:
     found = asked(Parts, Canned.features | {feature})

@@ -227,16 +227,16 @@ def test_what_a_template_is_given_can_be_chosen(source: ModelSource) -> None:
     assert taken == ["auto", "openai"]
 
 
-def test_forced_ids_follow_a_prompt_with_pictures_that_vllm_renders_alike(source: ModelSource) -> None:
+def test_forced_ids_follow_a_chat_as_vllm_renders_it(source: ModelSource) -> None:
     added: list[Any] = []
 
     def render(_chat: Any, mm_processor_kwargs: Any, chat_template_content_format: str) -> dict[str, Any]:
-        assert chat_template_content_format == "auto"
         assert mm_processor_kwargs is None
+        assert chat_template_content_format == "auto"
         return {"prompt_token_ids": [1, 9, 9], "pictures": 1}
 
     def add(prompts: list[Any], params: list[Any]) -> list[str]:
-        assert params == ["params"]
+        assert [values["prompt_logprobs"] for values in params] == [1]
         added.extend(prompts)
         return ["7-deadbeef"]
 
@@ -244,16 +244,15 @@ def test_forced_ids_follow_a_prompt_with_pictures_that_vllm_renders_alike(source
     made._llm = SimpleNamespace(_preprocess_chat_one=render, _render_and_add_requests=add)
     media = (Media("image", (source.path / "a.png",), None),)
     chat = ({"role": "user", "content": [{"type": "image"}]},)
-    request = EngineRequest(
-        "r", {"max_tokens": 2}, (1, 9, 9), chat=chat, media=media, forced_token_ids=(4, 5)
-    )
-    assert made._add_forced(request, [1, 9, 9, 4, 5], "params") == "7-deadbeef"
-    assert added == [{"prompt_token_ids": [1, 9, 9, 4, 5], "pictures": 1}]
-    other = replace(request, prompt_token_ids=(1, 9))
+    given = EngineRequest("r", {"max_tokens": 2}, (1, 9, 9), chat=chat, media=media, forced_token_ids=(4, 5))
+    for request in (given, replace(given, prompt_token_ids=None)):
+        assert made._add_forced(request, dict) == "7-deadbeef"
+        assert made._rendered["r"] == (1, 9, 9)
+    assert added == [{"prompt_token_ids": [1, 9, 9, 4, 5], "pictures": 1}] * 2
     with pytest.raises(NotImplementedError, match="renders another prompt"):
-        made._add_forced(other, [1, 9, 4, 5], "params")
-    with pytest.raises(NotImplementedError, match="need a chat"):
-        made._add_forced(replace(request, chat=None), [1, 9, 9, 4, 5], "params")
+        made._add_forced(replace(given, prompt_token_ids=(1, 9)), dict)
+    with pytest.raises(NotImplementedError, match="or a chat"):
+        made._add_forced(replace(given, chat=None), dict)
 
 
 def test_it_must_be_entered_first(source: ModelSource) -> None:
