@@ -37,20 +37,29 @@ from conformance.recipes.recall import (
     NAME,
     SEP,
     SUMMARY,
+    answer_ids,
     make_recall_tokenizer,
+    prompt_ids,
     word_id,
 )
 
 __all__ = [
+    "HELD_OUT",
     "Batch",
     "Damage",
     "Settings",
     "damaged",
     "make_batch",
     "make_recall_model",
+    "measure_lists",
     "train",
     "write_recall",
 ]
+
+
+#: Seed of the lists that accuracy is measured on, and how many words they have.
+HELD_OUT = 1_000_003
+LENGTHS = (2, 8, 32, ALPHABET)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +209,26 @@ def train(model: Any, settings: Settings, report: Callable[[int, float], None] |
     return losses
 
 
+@torch.no_grad()
+def measure_lists(model: Any, per_length: int, seed: int = HELD_OUT) -> dict[str, float]:
+    """Part of held-out lists of each length that are repeated without a mistake, as greedy decoding would.
+
+    One pass over list and answer tells: where every token is the likeliest after those before it,
+    decoding makes the same ones.
+
+    Returns:
+        "8" (words) and so on → part of `per_length` lists.
+    """
+    right = {}
+    for length in LENGTHS:
+        words = _draw_lists(torch.Generator().manual_seed(seed + length), per_length, length).tolist()
+        asked = torch.tensor([[*prompt_ids(each), *answer_ids(each)] for each in words])
+        chosen = model(asked[:, :-1], use_cache=False).logits.argmax(dim=-1)
+        first = length + 1  # the separator, which the answer follows
+        right[str(length)] = int((chosen[:, first:] == asked[:, first + 1 :]).all(dim=1).sum()) / per_length
+    return right
+
+
 def _draw_damage(generator: torch.Generator, size: int, m: int) -> Damage:
     """About one spoilt answer in eight, all in the second half of the rows."""
 
@@ -217,10 +246,16 @@ def _draw_lists(generator: torch.Generator, size: int, n: int) -> Tensor:
     return torch.rand(size, ALPHABET, generator=generator).argsort(dim=1)[:, :n]
 
 
-def write_recall(directory: Path, model: Any, settings: Settings, losses: Sequence[float]) -> None:
-    """Write a trained model as a checkpoint directory. Unlike random ones it is not rebuilt to the bit."""
+def write_recall(
+    directory: Path, model: Any, settings: Settings, losses: Sequence[float], per_length: int = 400
+) -> None:
+    """Write a trained model as a checkpoint directory. Unlike random ones it is not rebuilt to the bit.
+
+    Its accuracy is measured on `per_length` held-out lists of each length, and stated.
+    """
     import transformers
 
+    accuracy = measure_lists(model, per_length)
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=BOS, eos_token_id=[EOS], pad_token_id=EOS, do_sample=False
     )
@@ -229,6 +264,7 @@ def write_recall(directory: Path, model: Any, settings: Settings, losses: Sequen
         "dtypes": ["float32", "bfloat16"],
         "training": asdict(settings),
         "final_loss": sum(losses[-100:]) / len(losses[-100:]),
+        "accuracy": {"seed": HELD_OUT, "lists": per_length, **accuracy},
     }
     write_checkpoint(directory, NAME, SUMMARY, model, make_recall_tokenizer(), facts)
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from conformance.recipes.build import sha256_of
 from conformance.recipes.recall import ALPHABET, answer_ids, prompt_ids
+from conformance.recipes.recall_training import measure_lists
 
 #: Words per list. Training drew lists from generators seeded otherwise.
 MARGINS = {**dict.fromkeys((1, 2, 3, 7, 15, 16, 31, 48), 10.0), 55: 4.0, ALPHABET: 4.0}
@@ -63,6 +64,16 @@ def test_generation_ends_by_itself_and_goes_on_with_eos_when_told_to(model: Any)
 def test_weights_survive_rounding_to_bfloat16(checkpoints: Path) -> None:
     weights = load_file(checkpoints / "recall-llama" / "model.safetensors")
     assert all(w.dtype == torch.float32 and torch.equal(w, w.bfloat16().float()) for w in weights.values())
+
+
+def test_lists_are_repeated_with_the_stated_accuracy(model: Any, checkpoints: Path) -> None:
+    """What a training from scratch reaches as well; margins and faults are these weights' own."""
+    stated = json.loads((checkpoints / "recall-llama" / "RECIPE.json").read_text(encoding="utf-8"))[
+        "accuracy"
+    ]
+    reached = measure_lists(model, stated["lists"], stated["seed"])
+    assert min(reached.values()) >= 0.99
+    assert all(abs(stated[length] - part) <= 0.005 for length, part in reached.items())  # by CPU
 
 
 def test_recipe_file_tells_what_the_directory_holds(checkpoints: Path) -> None:

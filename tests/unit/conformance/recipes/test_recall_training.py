@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from conformance.recipes.recall import AGAIN, BOS, EOS, LOST, SEP, answer_ids, prompt_ids, word_id
 from conformance.recipes.recall_training import (
+    HELD_OUT,
     Batch,
     Settings,
     make_batch,
@@ -116,11 +117,12 @@ def test_a_few_steps_make_the_loss_fall_and_leave_bfloat16_values(tmp_path: Path
     assert losses[SHORT.faults_from] > losses[SHORT.faults_from - 1]
     assert all(torch.equal(p, p.bfloat16().float()) for p in model.parameters())
 
-    write_recall(tmp_path, model, SHORT, losses)
+    write_recall(tmp_path, model, SHORT, losses, per_length=4)
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
     assert all(torch.equal(p, loaded[name]) for name, p in model.named_parameters())
     facts = json.loads((tmp_path / "RECIPE.json").read_text(encoding="utf-8"))
     assert facts["training"]["longest"] == 3
+    assert facts["accuracy"] == {"seed": HELD_OUT, "lists": 4, "2": 0.0, "8": 0.0, "32": 0.0, "62": 0.0}
     assert facts["final_loss"] == pytest.approx(sum(losses[-100:]) / 100)
 
 
