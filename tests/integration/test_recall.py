@@ -73,7 +73,8 @@ def test_lists_are_repeated_with_the_stated_accuracy(model: Any, checkpoints: Pa
     ]
     reached = measure_lists(model, stated["lists"], stated["seed"])
     assert min(reached.values()) >= 0.99
-    assert all(abs(stated[length] - part) <= 0.005 for length, part in reached.items())  # by CPU
+    # In bfloat16 and by CPU a few more or less.
+    assert all(abs(stated[length] - part) <= 0.01 for length, part in reached.items())
 
 
 def test_recipe_file_tells_what_the_directory_holds(checkpoints: Path) -> None:
