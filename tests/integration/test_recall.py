@@ -67,7 +67,7 @@ def test_weights_survive_rounding_to_bfloat16(checkpoints: Path) -> None:
 
 
 def test_lists_are_repeated_with_the_stated_accuracy(model: Any, checkpoints: Path) -> None:
-    """What a training from scratch reaches as well; margins and faults are these weights' own."""
+    """A training from scratch came within two of a hundred; margins and faults are these weights' own."""
     stated = json.loads((checkpoints / "recall-llama" / "RECIPE.json").read_text(encoding="utf-8"))[
         "accuracy"
     ]
