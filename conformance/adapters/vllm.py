@@ -15,9 +15,10 @@ import gc
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -83,6 +84,7 @@ _FEATURES = frozenset(
         "pool",
         "stages",
         "image",
+        "video",
         "media_settings",
         "strict_loading",
         "sliding_windows",
@@ -136,7 +138,6 @@ class VLLMAdapter:
     def capabilities(self) -> Capabilities:
         features, options = set(_FEATURES), set(_OPTIONS)
         missing = {
-            "video": "this adapter hands over pictures only",
             "traced": "vLLM tells no events of single requests",
             "preempt": "vLLM has no hook to preempt a request",
             "bitwise": "vLLM promises batch invariance on some GPUs only",
@@ -312,12 +313,19 @@ class VLLMAdapter:
         sampling = dict(request.sampling)
         if request.prompt_embeds is not None or any(m.embeddings is not None for m in request.media):
             raise NotImplementedError("this adapter hands over no embeddings")
-        if any(media.modality != "image" for media in request.media):
-            raise NotImplementedError("this adapter hands over pictures only")
+        films = any(media.modality == "video" for media in request.media)
         settings = dict(request.mm_processor_kwargs)
         if request.forced_token_ids is not None:
+            if films:
+                raise NotImplementedError("this adapter forces nothing behind a video")
             return self._add_forced(request, lambda values: SamplingParams(**values))
         params = SamplingParams(**sampling)
+        if films and request.chat is not None:
+            # vLLM's chats take a video as the URL of a file alone, so its tokenizer writes the prompt.
+            text = self._llm.get_tokenizer().apply_chat_template(
+                [dict(message) for message in request.chat], tokenize=False, add_generation_prompt=True
+            )
+            request = replace(request, text=text, chat=None)
         if request.chat is not None and (request.media or request.prompt_token_ids is None):
             return self._add_chat(request, params)
         if request.media and request.text is None:
@@ -326,7 +334,7 @@ class VLLMAdapter:
         if request.prompt_token_ids is not None and not request.media:
             prompt_dict = {"prompt_token_ids": list(request.prompt_token_ids)}
         if request.media:
-            prompt_dict["multi_modal_data"] = {"image": list(_pictures(request))}
+            prompt_dict["multi_modal_data"] = _media_data(request)
             if settings:
                 prompt_dict["mm_processor_kwargs"] = settings
         if request.cache_salt is not None:
@@ -417,13 +425,31 @@ def _version() -> str:
     raise ModuleNotFoundError("vllm is not installed here; `nox -s peer-vllm` makes an environment with it")
 
 
-def _pictures(request: EngineRequest) -> Iterator[Any]:
+def _media_data(request: EngineRequest) -> dict[str, list[Any]]:
+    """Pictures, and videos as vLLM takes them: [frames, height, width, 3] and what is known of them."""
+    data: dict[str, list[Any]] = {}
+    for media in request.media:
+        pictures = [_picture(path) for path in media.paths]
+        item = pictures[0] if media.modality == "image" else _film(pictures, media.fps)
+        data.setdefault(media.modality, []).append(item)
+    return data
+
+
+def _picture(path: Path) -> Any:
     from PIL import Image
 
-    for media in request.media:
-        with Image.open(media.paths[0]) as picture:
-            picture.load()
-            yield picture
+    with Image.open(path) as picture:
+        picture.load()
+        return picture
+
+
+def _film(pictures: Sequence[Any], fps: float | None) -> tuple[NDArray[np.uint8], dict[str, Any]]:
+    if fps is None:
+        raise NotImplementedError("this adapter hands over videos of known frames per second only")
+    frames = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+    count = len(frames)
+    told = {"fps": fps, "total_num_frames": count, "duration": count / fps}
+    return frames, {**told, "frames_indices": list(range(count)), "do_sample_frames": False}
 
 
 def _convert(output: Any, completion: Any, name: str) -> EngineOutput:

@@ -5,6 +5,7 @@ With vLLM installed, test_contract.py runs it too.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -253,6 +254,41 @@ def test_forced_ids_follow_a_chat_as_vllm_renders_it(source: ModelSource) -> Non
         made._add_forced(replace(given, prompt_token_ids=(1, 9)), dict)
     with pytest.raises(NotImplementedError, match="or a chat"):
         made._add_forced(replace(given, chat=None), dict)
+
+
+def test_a_video_goes_as_frames_with_their_times_behind_the_tokenizers_prompt(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    paths = tuple(tmp_path / f"{i}.png" for i in range(2))
+    for i, path in enumerate(paths):
+        Image.new("RGB", (4, 3), (i, 20, 30)).save(path)
+    chat = ({"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]},)
+    added: list[Any] = []
+
+    def enqueue(prompts: list[Any], _params: Any, **_options: Any) -> list[str]:
+        added.extend(prompts)
+        return ["7"]
+
+    def template(messages: list[Any], *, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert (tokenize, add_generation_prompt) == (False, True)
+        return f"<{messages[0]['content'][0]['type']}>"
+
+    made = VLLMAdapter(source, {"dtype": "float32"})
+    tokenizer = SimpleNamespace(apply_chat_template=template)
+    made._llm = SimpleNamespace(enqueue=enqueue, get_tokenizer=lambda: tokenizer)
+    film = EngineRequest("r", {"max_tokens": 2}, chat=chat, media=(Media("video", paths, 0.5),))
+    assert made._add(film) == "7"
+    [prompt] = added
+    [(frames, told)] = prompt["multi_modal_data"]["video"]
+    assert prompt["prompt"] == "<video>"
+    assert frames.shape == (2, 3, 4, 3)
+    assert frames[1, 0, 0].tolist() == [1, 20, 30]
+    assert (told["fps"], told["duration"], told["frames_indices"]) == (0.5, 4.0, [0, 1])
+    with pytest.raises(NotImplementedError, match="known frames per second"):
+        made._add(replace(film, media=(Media("video", paths, None),)))
+    with pytest.raises(NotImplementedError, match="behind a video"):
+        made._add(replace(film, forced_token_ids=(1,)))
 
 
 def test_it_must_be_entered_first(source: ModelSource) -> None:
