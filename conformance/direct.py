@@ -17,7 +17,7 @@ from conformance.adapters.base import EngineAdapter, EngineOutput, EngineRequest
 from conformance.adapters.received import declared, received
 from conformance.assets import DIGEST, Asset
 from conformance.checks import judge
-from conformance.checks.case import Case
+from conformance.checks.case import Case, first_difference
 from conformance.checks.tokens import band, gap
 from conformance.history import History, RequestRun
 from conformance.media import MediaRef
@@ -298,8 +298,7 @@ def _verdict(
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    return min(len(a), len(b)) if at is None and len(a) != len(b) else at
+    return None if a == b else first_difference(a, b)
 
 
 def _led_along(

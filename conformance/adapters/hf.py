@@ -79,7 +79,6 @@ class HFAdapter:
         self._dtype = str(options.get("dtype", "float32"))
         self._device = str(options.get("device", "auto"))
         self._threads: int | None = options.get("threads")
-        self._threads_before = torch.get_num_threads()
         self._model: HFModel | None = None
         self._make_prompt: PromptMaker | None = None
 

@@ -164,6 +164,9 @@ class OpenAIAdapter:
         if request.prompt_embeds is not None or any(m.modality != "image" for m in request.media):
             raise _Refused(EngineError("NotImplementedError", "only text and pictures are sent by HTTP"))
         if request.forced_token_ids is not None:
+            if ids is None or request.media:
+                why = "ids are forced behind a prompt of ids; pictures and chats are placed by the server"
+                raise _Refused(EngineError("NotImplementedError", why))
             prompt_ids, sampling = forced_prompt(request)
             path, prompt = "/completions", {"prompt": prompt_ids}
         elif ids is not None and not request.media and "token_ids" in features:

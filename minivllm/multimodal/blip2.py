@@ -44,7 +44,7 @@ class Blip2Processor:
         self.setting_names = self._images.setting_names
         self.placeholder_ids: Mapping[str, int] = {"image": self._vision.image_token_id}
 
-    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
+    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002 - part of the protocol
         """One run of placeholders per picture, always equally long."""
         settings = self._images.settings(settings)
         return [
@@ -54,7 +54,7 @@ class Blip2Processor:
             for source in media
         ]
 
-    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002 - part of the protocol
         """See `MultiModalProcessor.count_tokens`."""
         return self._vision.num_query_tokens * len(media)
 

@@ -50,7 +50,7 @@ class Gemma3Processor:
         self.setting_names = self._images.setting_names
         self.placeholder_ids: Mapping[str, int] = {"image": self._vision.begin_token_id}
 
-    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
+    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002 - part of the protocol
         """One run of rows per picture, always equally long, between the tokens of its ends.
 
         Supplied embeddings are [rows, hidden], or {"image_embeds": …}.
@@ -72,7 +72,7 @@ class Gemma3Processor:
             for item in items
         ]
 
-    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002 - part of the protocol
         """See `MultiModalProcessor.count_tokens`."""
         return len(media) * (int(self._vision.side) ** 2 + 2)
 

@@ -93,8 +93,7 @@ class ImageProcessor:
         """
         try:
             return dict(self.hf(images, return_tensors="pt", **settings))
-        # Memory too: settings may ask for more than any machine has, and nothing is queued yet.
-        except Exception as error:
+        except Exception as error:  # sorted below; memory says so in many ways, and settings may ask for any
             if not isinstance(error, _UNFIT) and not ran_out_of_memory(error):
                 raise
             first = images[0] if isinstance(images[0], Image) else images[0][0]

@@ -61,7 +61,7 @@ class InternVLProcessor:
         self.placeholder_ids: Mapping[str, int] = {"image": self._vision.image_token_id}
         self._start, self._end = (self._id(tokenizer, token, directory) for token in (_START, _END))
 
-    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
+    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002 - part of the protocol
         """`<img>`, the placeholders of all tiles, `</img>`; per picture.
 
         Supplied embeddings are [rows of whole tiles, hidden], or {"image_embeds": …}.
@@ -76,7 +76,7 @@ class InternVLProcessor:
         ]
         return [self._expansion(item) for item in items]
 
-    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002 - part of the protocol
         """See `MultiModalProcessor.count_tokens`."""
         settings = self._images.settings(settings)
         rows = self._vision.rows_per_tile

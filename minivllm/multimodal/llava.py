@@ -47,7 +47,7 @@ class LlavaProcessor:
         self.setting_names = self._images.setting_names
         self.placeholder_ids: Mapping[str, int] = {"image": self._vision.image_token_id}
 
-    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
+    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002 - part of the protocol
         """One run of placeholders per picture, always equally long.
 
         Supplied embeddings are [rows, hidden], or {"image_embeds": …}.
@@ -66,7 +66,7 @@ class LlavaProcessor:
         token = self._vision.image_token_id
         return [Expansion(i, (token,) * i.num_embeddings, (True,) * i.num_embeddings) for i in items]
 
-    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002 - part of the protocol
         """See `MultiModalProcessor.count_tokens`."""
         return len(media) * int(self._vision.rows_per_square)
 

@@ -51,7 +51,7 @@ class LlavaOnevisionProcessor:
                 f"config.json {self._vision.pinpoints}"
             )
 
-    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
+    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002 - part of the protocol
         """One run of placeholders per picture; how many depends on how many pictures there are.
 
         Supplied embeddings are [rows, hidden], or {"image_embeds": …}; they count among the
@@ -66,7 +66,7 @@ class LlavaOnevisionProcessor:
         token = self._vision.image_token_id
         return [Expansion(i, (token,) * i.num_embeddings, (True,) * i.num_embeddings) for i in items]
 
-    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002 - part of the protocol
         """See `MultiModalProcessor.count_tokens`."""
         shown = self._tiled if len(media) == 1 else self._padded
         return sum(

@@ -98,7 +98,7 @@ class SmolVLMProcessor:
         crop = self._images.hf.max_image_size["longest_edge"]
         self._per_crop = self._vision.rows_per_crop(crop)
 
-    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002
+    def expand(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> list[Expansion]:  # noqa: ARG002 - part of the protocol
         """Several runs of placeholders per picture, one per crop."""
         settings = self._images.settings(settings)
         return [
@@ -108,7 +108,7 @@ class SmolVLMProcessor:
             for source in media
         ]
 
-    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002
+    def count_tokens(self, modality: str, media: Sequence[Any], settings: Mapping[str, Any]) -> int:  # noqa: ARG002 - part of the protocol
         """See `MultiModalProcessor.count_tokens`."""
         settings = self._images.settings(settings)
         count = 0

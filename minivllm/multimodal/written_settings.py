@@ -96,18 +96,18 @@ def _is_positive(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return bool(value) and all(edge is None or _is_count(edge) for edge in value.values())
     return _is_count(value) or _is_pair(value)
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_count, value))
 
 
 def _per_channel(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: (
-        all(map(holds, value)) and len(value) == 3 if isinstance(value, list) else holds(value)
+        all(map(holds, value)) and len(value) == 3 if isinstance(value, list | tuple) else holds(value)
     )
 
 
@@ -124,7 +124,7 @@ _RULES: Mapping[str, _Rule] = {
     "crop_to_patches": _FLAG,
     "fps": _POSITIVE,
     "image_grid_pinpoints": _Rule(
-        lambda value: isinstance(value, list) and bool(value) and all(map(_is_pair, value)),
+        lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_pair, value)),
         "a list of pairs of positive whole numbers",
     ),
     "image_mean": _Rule(_per_channel(_is_number), "a number, or three of them"),

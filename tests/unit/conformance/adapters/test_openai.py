@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance.adapters import openai
-from conformance.adapters.base import EngineOutput, EngineRequest, ModelSource, Stepped
+from conformance.adapters.base import EngineOutput, EngineRequest, Media, ModelSource, Stepped
 from conformance.adapters.minivllm import MiniVLLMAdapter
 from conformance.adapters.openai import OpenAIAdapter, ServerFailed
 from conformance.models import ModelUnavailable
@@ -148,6 +148,22 @@ def test_hits_are_not_judged_where_the_server_heeds_no_salt(source: ModelSource)
         capabilities = adapter(careless).capabilities()
     assert "prefix_cache" not in capabilities.features
     assert "heeds no cache_salt" in capabilities.missing["prefix_cache"]
+
+
+@pytest.mark.parametrize("media", [(), (Media("image", (Path("a.png"),), None),)])
+def test_nothing_is_forced_behind_what_the_server_itself_places(
+    server: Served, media: tuple[Media, ...]
+) -> None:
+    chat = ({"role": "user", "content": "hello"},)
+    forced = EngineRequest(
+        "f", request().sampling, PROMPT if media else None, chat=chat, media=media, forced_token_ids=(4, 5)
+    )
+    with adapter(server) as entered:
+        asked = len(server.bodies)
+        [output] = entered.generate([forced])
+    assert output.error is not None
+    assert output.error.type == "NotImplementedError"
+    assert len(server.bodies) == asked
 
 
 def test_a_refusal_is_a_named_error_and_the_others_are_served(server: Served) -> None:

@@ -13,21 +13,8 @@ from typing import Any
 
 import pytest
 
-from conformance.adapters.fake_model import write_toy_suite
 from conformance.cli import main
 
-BODY = """requirement: It answers.
-level: must
-source: [https://example.org]
-model: toy
-profile: smoke
-requests:
-  one: {token_ids: [3, 4, 5], max_tokens: 9}
-steps: [{submit: one}, run]
-checks:
-  - tokens_match_golden
-  - happened: {finished: "==1"}
-"""
 RUN = ["run", "--engine", "not_even_here:Engine"]
 
 Refused = Callable[..., str]
@@ -62,17 +49,12 @@ def node(name: str, alive: bool = True, **resources: float) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy_suite(tmp_path_factory.mktemp("data"), {"toy/one": BODY})
-
-
 @pytest.fixture
-def refused(data: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+def refused(toy_suite: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """refused(arguments…) → what a run that never begins says."""
 
     def command(*arguments: str) -> str:
-        assert main([*RUN, *arguments, "--data", str(data)]) == 2
+        assert main([*RUN, *arguments, "--data", str(toy_suite)]) == 2
         out, err = capsys.readouterr()
         assert out == ""
         return " ".join(err.split())

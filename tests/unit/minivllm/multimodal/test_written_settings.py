@@ -13,7 +13,7 @@ import pytest
 from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine
 from minivllm.errors import ConfigError
-from minivllm.multimodal.written_settings import written_settings
+from minivllm.multimodal.written_settings import setting_problems, written_settings
 
 NAN, INFINITE = float("nan"), float("inf")
 
@@ -64,6 +64,12 @@ def test_a_section_of_another_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text('{"image_processor": 5}', encoding="utf-8")
     with pytest.raises(ConfigError, match="image_processor must be a JSON object, got 5"):
         written_settings(tmp_path, "image_processor")
+
+
+def test_a_request_may_give_tuples_where_a_file_has_lists() -> None:
+    given = {"image_mean": (0.5, 0.5, 0.5), "size": (56, 56), "image_grid_pinpoints": [(56, 56), (56, 112)]}
+    assert not list(setting_problems(given))
+    assert len(list(setting_problems({"image_std": (0.5, 0.5), "size": (56, 0)}))) == 2
 
 
 def test_what_published_models_write_is_taken(tmp_path: Path, checkpoints: Path) -> None:
